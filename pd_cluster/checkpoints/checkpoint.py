@@ -281,7 +281,7 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
 
 
 def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
-    """Returns the tokenizer's folder; None if there shall be no tokenizer. Raises ModelError."""
+    """Returns the tokenizer's folder; None if no tokenizer is wanted. Raises ModelError."""
     name, revision, place = engine.tokenizer, engine.tokenizer_revision, engine.download_dir
     if name == engine.model:
         name, revision = "", revision or engine.revision

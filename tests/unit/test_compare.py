@@ -274,7 +274,7 @@ def test_the_report_says_what_is_to_be_known(tmp_path: Path, capsys: pytest.Capt
     [
         (
             'layout = "1H"\nsettings = { max_model_len = 64 }',
-            r"workload: its longest .* has 640 tokens, .* \(x\) 64;",
+            r"workload: its longest .* has 640 tokens, .* \(x\) has 64;",
         ),
         ('url = "http://127.0.0.1:1"', r"server\[2\].url: 'http://127.0.0.1:1': no server answers there: "),
         (f'vllm = "{sys.executable}"', r"server\[2\].vllm: '.*': this Python has no vLLM; give a Python"),

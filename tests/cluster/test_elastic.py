@@ -127,7 +127,7 @@ def test_roles_there_and_back(cluster: Elastic, stream: SteadyStream) -> None:
 def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
     port = cluster.instance("prefill-0")["port"]
     with stream.running():
-        assert cluster.does("remove", "prefill-0") == "prefill-0 has left; its process may be ended"
+        assert cluster.does("remove", "prefill-0") == "prefill-0 has left; you can end its process now"
         assert list(cluster.roles()) == ["prefill-1", "decode-0", "decode-1"]
         assert cluster.does("add", "prefill-0", f"--port={port}") == "prefill-0 is here"
         assert list(cluster.roles()) == list(ROLES)

@@ -320,7 +320,7 @@ def test_evicted_prompts_are_loaded_and_exact(checkpoint: Checkpoints) -> None:
     assert not len(tier)
     generate(core, prompts, greedy)
     assert core.scheduler.num_tier_hit_tokens == hits
-    with pytest.raises(ConfigError, match="--kv-host-cache: keeps blocks of the prefix cache"):
+    with pytest.raises(ConfigError, match="--kv-host-cache: needs the prefix cache"):
         EngineConfig(model="m", kv_host_cache_gib=1.0, enable_prefix_caching=False)
 
 

@@ -351,7 +351,7 @@ async def test_options_that_cannot_be_had() -> None:
             ({"min_pixels": 10**400}, "at most 2147483648"),
             ({"fps": 0}, "fps 0: "),
             ({"num_frames": 769}, "num_frames 769: "),
-            ({"fps": 1, "video_fps": 2}, "video_fps 2: another name of it says 1"),
+            ({"fps": 1, "video_fps": 2}, "video_fps 2: 1 is given by another name"),
             ({"size": {"height": 3}}, "shortest_edge and longest_edge"),
             ({"max_pixels": 300, "size": {"longest_edge": 301}}, "size.longest_edge 301: max_pixels says 300"),
         ]

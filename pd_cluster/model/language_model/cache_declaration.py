@@ -236,7 +236,7 @@ def _check_dtype(layout: KVLayout) -> None:
     if layout.has_latents and dtype == "int4":
         raise ConfigError(f"{flag} int4: latents need at least 8 bits; use int8 or fp8")
     if not can_hold(layout.planes, dtype):
-        raise ConfigError(f"{flag} {dtype}: vectors have {_widths(layout.planes)} values, an odd number; use int8")
+        raise ConfigError(f"{flag} {dtype}: vectors of {_widths(layout.planes)} values, an odd number; use int8")
 
 
 def _widths(planes: Sequence[Plane]) -> str:

@@ -82,7 +82,7 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where an instance's ranks find each other: a file in a folder that only their user can enter."""
+    """The place where an instance's ranks find each other: a file in a folder that only their user can enter."""
 
     path: str
     rank: int

@@ -33,7 +33,7 @@ from pd_cluster.model.layers.ops import Rope
 
 MAX_HEADS, MAX_WIDTH = 128, 256  # of an indexer
 SCORED, SCORED_WIDE = (64, 4, 2), (16, 8, 1)  # keys in a tile of scores, warps, stages; the second for float32
-SPAN = 512  # keys that a program scores: one long context occupies the whole device
+SPAN = 512  # keys that a program scores; so few that one long context occupies the whole device
 PART = 16384  # keys of one part: in a longer context, a program finds the best keys of each part
 LISTED = 8192  # scores that a program reads at once when it chooses
 Kept = TypeVar("Kept")

@@ -128,7 +128,7 @@ def choose_attention(
         if wanted == "triton":
             raise ConfigError(f"{BACKEND} triton: {why}; use auto")
         if is_deterministic:
-            raise ConfigError(f"{DETERMINISTIC}: {why}; remove it")
+            raise ConfigError(f"{DETERMINISTIC}: {why}; remove the setting")
         log.warning("attention runs on SDPA, sequence by sequence, which is slow: %s", why)
         return SDPA
     return triton_attention(is_deterministic)

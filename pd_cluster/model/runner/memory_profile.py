@@ -103,8 +103,8 @@ def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: D
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"{called('max_num_seqs')}: decode graphs of {num_seqs} sequences do not fit {device.torch_name}; give "
-            f"fewer, smaller {called('graph_sizes')}, or {called('enforce_eager')}"
+            f"{called('max_num_seqs')}: decode graphs of {num_seqs} sequences do not fit {device.torch_name}; lower "
+            f"it, or give smaller {called('graph_sizes')} or {called('enforce_eager')}"
         ) from error
     return max(0, peak_nbytes(device) - held) + logits.nbytes
 

@@ -269,7 +269,7 @@ def _pack(
     way = _way(library, product)
     is_decoded = form not in (_INT8, _BF16) or way == "float32" or (form is _INT8 and activations == "bfloat16")
     if activations == "int8" and group > MOST_EXACT_INPUTS:
-        raise ModelError(f"a scale covers {group} inputs: sums of so many products of codes need over 32 bits")
+        raise ModelError(f"a scale covers {group} inputs: sums of so many products of codes need more than 32 bits")
     most = (MOST_NUMBERS if way == "float32" else MOST_DECODED) if is_decoded else group
     decoded = (4 if way == "float32" else 8) if is_decoded else 1
     num_spans, span, padded = _spans(group, math.lcm(form.word_inputs, decoded), activations, most)

@@ -325,9 +325,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if bf16_way() is None:
         pytest.skip("the kernels cannot be compiled here")
     codes, ones = torch.full((16, 64), 8, dtype=torch.int8), torch.ones(16, 1)
-    with pytest.raises(ModelError, match="codes from 8 to 8 are no codes of 4 bits"):
+    with pytest.raises(ModelError, match="codes from 8 to 8 are not 4-bit codes"):
         int4_linear(codes, ones, None, None)
-    with pytest.raises(ModelError, match="2 scales of 64 inputs each for 64 inputs"):
+    with pytest.raises(ModelError, match="64 inputs cannot have 2 scales of 64 inputs each"):
         int8_linear(codes, torch.ones(16, 2), None, group=64)
     with pytest.raises(ModelError, match="is NaN"):
         fp8_weight_only_linear(torch.full((16, 64), float("nan")).to(torch.float8_e4m3fn), ones, None)

@@ -196,7 +196,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_go_together_is_refused_before_the_target_loads(checkpoint: Checkpoints, tmp_path: Path) -> None:
     target = checkpoint("llama")
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (checkpoint("llama", vocab_size=300), {}, f"has a vocabulary of 300, but {target} of 320; give another model"),
+        (checkpoint("llama", vocab_size=300), {}, f"of 300 tokens, but {target} has 320; give another model"),
         (other_tokens(target, tmp_path / "other"), {}, "lacks 2 of the 320 tokens of"),
         (tmp_path / "none", {}, "--speculative-config: model"),
         (target, {"max_model_len": 513}, "max_model_len 513: "),

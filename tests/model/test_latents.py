@@ -91,7 +91,7 @@ def test_a_token_of_deepseek_v3() -> None:
 
 def test_what_does_not_fit_is_refused(checkpoint: Checkpoints) -> None:
     cache = LayerCache(1, latents(40, 8))
-    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: latents keep 8 bits or more; use int8 or fp8"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: latents need at least 8 bits; use int8 or fp8"):
         layout_of((cache,), 16, "int4")
     layout = layout_of((cache,), 16, "bfloat16")
     with pytest.raises(ConfigError, match=r"--attention-backend flashinfer: latent attention .* use auto"):

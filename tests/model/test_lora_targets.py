@@ -329,7 +329,7 @@ LORA_OF_HEAD = {f"{HEAD}.{A}": (4, 64), f"{HEAD}.{B}": (320, 4)}
             {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)},
             "q_norm: the adapter replaces this module",
         ),
-        ("", {f"{EXPERT}.{A}": (15, 48), f"{EXPERT}.{B}": (64, 15)}, "A has 15 rows; 4 experts of rank 4 have 16"),
+        ("", {f"{EXPERT}.{A}": (15, 48), f"{EXPERT}.{B}": (64, 15)}, "A has 15 rows, but 4 experts of rank 4 need 16"),
         ("", {f"{EXPERT}.{A}": (16, 47), f"{EXPERT}.{B}": (64, 16)}, "fit neither product of this model's experts"),
         ("", {f"{EXPERT}.4.up_proj.{A}": (4, 64), f"{EXPERT}.4.up_proj.{B}": (48, 4)}, "experts.4.up_proj: this model"),
     ],

@@ -72,7 +72,7 @@ def test_the_same_as_of_the_loaded_model() -> None:
 
 
 def test_a_folder_that_tells_no_sizes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="the size of quantized weights is known from their files only"):
+    with pytest.raises(ModelError, match="only the files show the size of quantized weights"):
         model_needs(folder_of(LlamaConfig(**LLAMA_70B), tmp_path, quantization_config={"quant_method": "fp8"}))
     with pytest.raises(ModelError, match=r"config.json: model_type 'xyz': without weights, only the types in"):
         model_needs(folder_of(LlamaConfig(**LLAMA_70B), tmp_path, model_type="xyz"))

@@ -329,7 +329,7 @@ def test_published_experts_are_the_other_way_round(tmp_path: Path) -> None:
     ("place", "changes", "said"),
     [
         ("", {"patch_size": 8}, "patch_size 8: config.json has patch_size 4"),
-        ("vision_config", {"deepstack_visual_indexes": [0, 1, 1]}, "3 for 3 layers; the last layer"),
+        ("vision_config", {"deepstack_visual_indexes": [0, 1, 1]}, "3 indexes for 3 layers; the last layer"),
         ("vision_config", {"depth": 3}, r"visual\.\S+: missing among the weights of the vision tower"),
         ("vision_config", {"intermediate_size": 40}, "mismatched among the weights of the vision tower"),
         ("text_config", {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 3]}}, "must add up to half"),

@@ -194,7 +194,10 @@ def test_what_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
                 r"virtual_tokens: 4, but .* has 5",
             ),
             ({"prompt_adapter_request": PromptAdapterRequest("a", 1, str(lora), 4)}, r"peft_type 'LORA': not one of"),
-            ({"prompt_adapter_request": PromptAdapterRequest("a", 1, str(other), 5)}, r"rows of 32; this model has 64"),
+            (
+                {"prompt_adapter_request": PromptAdapterRequest("a", 1, str(other), 5)},
+                r"rows have 32 values; this model has 64",
+            ),
             (
                 {"prompt_adapter_request": own, "lora_request": LoRARequest("b", 1, str(lora))},
                 r"prompt_adapter_request: not with lora_request for one prompt",

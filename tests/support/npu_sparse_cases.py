@@ -77,9 +77,9 @@ def test_over_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 64}, "its indexer has 32 heads of 64 numbers, the operator takes up to 64 of 128; use cpu"),
+        ({"width": 64}, "its indexer has 32 heads of 64 numbers, but the operator takes up to 64 of 128; use cpu"),
         ({"index_heads": 72}, "its indexer has 72 heads of 128 numbers"),
-        ({"most": 4096}, "index_topk is 4096, the operator chooses at most 2048"),
+        ({"most": 4096}, "index_topk is 4096, but the operator chooses at most 2048"),
         ({"latent": 256}, "it has latents of widths other than 512 and 64"),
         ({"heads": 129}, "129 heads: latent attention on NPUs supports at most 128"),
     ],

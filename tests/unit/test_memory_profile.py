@@ -99,7 +99,7 @@ def test_what_does_not_fit_names_its_flags(measured: Callable[..., int], monkeyp
 
     with pytest.raises(ConfigError, match=r"graphs of 6 sequences do not fit cuda:0; .*--graph-sizes.*--enforce-eager"):
         memory_profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"))
-    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 12: .* does not fit cuda:0 .*give fewer"):
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 12: .* does not fit cuda:0 .*lower it"):
         measured(model)
 
 

@@ -61,11 +61,11 @@ def split(llm: LLM) -> OfflineService:
 
 
 def offline_of(made: LLM | AsyncEngine) -> OfflineService:
-    return made._offline
+    return made.offline
 
 
 def cluster_of(made: OfflineService) -> SplitCluster:
-    backend = made._parts.backend
+    backend = made.resources.backend
     assert isinstance(backend, SplitCluster)
     return backend
 
@@ -193,7 +193,7 @@ def test_tp_is_two_ranks_each(model: Path, arguments: dict[str, Any]) -> None:
 
 def test_a_lost_worker_is_an_error_or_nothing_at_all(split: OfflineService, model: Path) -> None:
     """The last test of this cluster: it kills the prefill process, after which decode does both."""
-    prefill = cluster_of(split)._processes["prefill-0"].pid
+    prefill = cluster_of(split).processes["prefill-0"].pid
     running = split.start(pieces_of(split, PROMPTS, max_tokens=100, ignore_eos=True))
     os.kill(prefill, signal.SIGKILL)
     assert [len(piece.token_ids) for piece in running.result(60)] == [100] * 3
@@ -256,7 +256,7 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
     monkeypatch.setattr(split_cluster, "LaunchPreloader", LaunchPreloader)  # a preloader of its own
     made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
     cluster = cluster_of(made)
-    folder, processes, own = cluster._folder, list(cluster._processes.values()), cluster._preloader
+    folder, processes, own = cluster.folder, list(cluster.processes.values()), cluster.preloader
     assert own is not None
     preloader = own.pid
     pids = [preloader, *children_of(preloader), *(each.pid for each in processes)]

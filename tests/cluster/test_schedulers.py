@@ -155,7 +155,7 @@ def assert_clear_ends(judge: Judge, outcomes: Sequence[Outcome]) -> None:
         if outcome.broken:
             assert any(each in outcome.broken for each in ("RemoteProtocolError", "ReadError", "ConnectError")), outcome
         for tokens in outcome.choices.values():
-            judge._check_tokens(outcome, tokens)
+            judge.check_tokens(outcome, tokens)
 
 
 @pytest.mark.timeout(120)

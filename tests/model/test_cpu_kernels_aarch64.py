@@ -115,7 +115,7 @@ def test_copies(ops: EmulatedOps) -> None:
 @pytest.fixture
 def flags(ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Returns compiler flags under which products find the emulated kernels."""
-    monkeypatch.setitem(quantized._libraries, ("aarch64",), ops.emulator)
+    monkeypatch.setitem(quantized.libraries, ("aarch64",), ops.emulator)
     monkeypatch.setattr(products, "MOST_ROWS", 40)
     monkeypatch.setattr(products, "ROWS", (1, 3, 5, 17))
     return ("aarch64",)

@@ -294,7 +294,7 @@ def test_layers_are_made_and_used_by_several_threads(flags: tuple[str, ...]) -> 
     layers = [layer for layer in layers_of(40, 96, flags).values() if layer is not None]
 
     def compute(seed: int) -> list[torch.Tensor]:
-        quantized._libraries.pop(flags, None)
+        quantized.libraries.pop(flags, None)
         another = int8_linear(torch.full((40, 96), seed, dtype=torch.int8), torch.ones(40, 1), None, flags=flags)
         assert another is not None
         return [layer(x) for layer in (*layers, another)]

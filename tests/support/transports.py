@@ -248,4 +248,4 @@ class Link:
         self.send.close()
         self.receive.close()
         for each in (self.send, self.receive):
-            each._thread.join(WAIT_S)  # the thread still uses the device
+            each.thread.join(WAIT_S)  # the thread still uses the device

@@ -195,21 +195,21 @@ def test_copies_that_do_not_end_end_the_link(
     marker: Marker, reason: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = open_link(IPC)
-    receiver = link.receive._receiver
+    receiver = link.receive.receiver
     assert isinstance(receiver, OneSidedReceiver)
     monkeypatch.setattr(receiver.copies, "launch", Copies(CPU).launch)
-    receiver.copies._last = marker
+    receiver.copies.last = marker
     link.transfer([1, 2], [7, 8])
     failed = link.events.get(timeout=WAIT_S)
     assert isinstance(failed, LinkFailed)
     assert failed.reason.endswith(reason)
-    receiver.copies._last = REACHED
+    receiver.copies.last = REACHED
     link.close()
 
 
 def test_a_device_that_is_beyond_use_writes_nothing_and_so_is_drained() -> None:
     copies = Copies(CPU)
-    copies._last = Never("CUDA error: device-side assert")
+    copies.last = Never("CUDA error: device-side assert")
     copies.drain()
     with pytest.raises(LinkError, match="device-side assert"):
         copies.settle()

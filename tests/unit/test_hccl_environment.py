@@ -242,7 +242,7 @@ def handed_by_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     def start(**options: Any) -> dict[str, str]:
         started = serve_command.start_of(ServeOptions(model=str(SHIPPED_MODEL), **options), env)
         with pytest.raises(Made) as caught:
-            serve_command._run_worker(started, Credentials(b""))
+            serve_command.run_worker(started, Credentials(b""))
         environment: dict[str, str] = caught.value.args[0]
         return environment
 

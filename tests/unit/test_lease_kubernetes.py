@@ -326,7 +326,7 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path, certificate: Certificate, m
         KubernetesLease.in_pod("pd", "x", 15.0, env)
     make_account(tmp_path, certificate, "pod")
     made = KubernetesLease.in_pod("pd", "x", 15.0, env)
-    assert (made._url, made._timeout_s) == ("https://[fd00::1]:6443", 5.0)
+    assert (made.url, made.timeout_s) == ("https://[fd00::1]:6443", 5.0)
 
 
 # ---- the random orders of test_membership_lease.py, over HTTP

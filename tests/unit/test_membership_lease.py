@@ -217,8 +217,8 @@ def test_a_number_is_one_schedulers(tmp_path: Path) -> None:
         other.take(0)
     other.take(1)
     assert (one.path / "scheduler-0").stat().st_mode & 0o777 == 0o600
-    assert not os.get_inheritable(one._lock)
-    os.close(one._lock)  # as when its process ends
+    assert not os.get_inheritable(one.lock)
+    os.close(one.lock)  # as when its process ends
     LeaseFolder(tmp_path / "lease").take(0)
     (one.path / "scheduler-2").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"scheduler.index.* 2"):

@@ -155,7 +155,6 @@ def routing(
     policies: Annotated[str, typer.Option(help="Policies to compare, with commas.")] = "least-loaded,prefix-aware",
     users: Annotated[int, typer.Option(min=1)] = 50,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each user's conversation.")] = 4,
-    first_len: Annotated[int, typer.Option(min=0, help="Tokens of each first turn, in addition to the usual 96.")] = 0,
     rounds: Rounds = 1,
     instances: Annotated[
         str, typer.Option(help="Only CPU time of choices among these numbers of instances, such as 32,100,500.")
@@ -170,7 +169,7 @@ def routing(
         return
     from benchmarks.router.routing import Conversations, run
 
-    _run(run(policies, Conversations(users, turns, first_len=first_len), rounds, json))
+    _run(run(policies, Conversations(users, turns), rounds, json))
 
 
 @app.command("agents")
@@ -198,22 +197,6 @@ def overload(
     from benchmarks.router.overload import run
 
     _run(run(seconds, shapes, seed, quick, json))
-
-
-@app.command("batches")
-def batches(
-    lines: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 5000,
-    rate: Annotated[float, typer.Option(help="Interactive requests a second.")] = 4.0,
-    seconds: Annotated[float, typer.Option(help="Duration of the load, without and with the batch.")] = 60.0,
-    seed: Seed = 0,
-    quick: Quick = False,
-    json: Json = "",
-) -> None:
-    """Compare times to the first token of interactive requests with and without a batch of /v1/batches."""
-    from benchmarks.router.interactive_beside_batch import BatchLoad, run
-
-    load = BatchLoad(60, rate, 5.0, seed) if quick else BatchLoad(lines, rate, seconds, seed)
-    _run(run(load, quick, json))
 
 
 @app.command("long-prompts")
@@ -252,21 +235,17 @@ def faults(
     load: LoadShare = 0.7,
     seed: Seed = 0,
     kv_transport: KVTransport = "",
-    units: Annotated[
-        bool, typer.Option("--units", help="The instances of each role are a unit of a model's experts.")
-    ] = False,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
     """Kill, stop and restart instances of a 2P2D cluster under load: the effect on requests."""
     from benchmarks.faults.faults_bench import FaultsBench, run
 
-    _run(run(FaultsBench(faults, num_requests, load, seed, quick, kv_transport, units), json))
+    _run(run(FaultsBench(faults, num_requests, load, seed, quick, kv_transport), json))
 
 
 @app.command("soak")
 def soak(
-    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the shipped model.")] = "",
     minutes: Annotated[float, typer.Option(help="Duration of the load, after a fault-free run.")] = 30.0,
     kv_transport: KVTransport = "shm",
     faults: Faults = "",
@@ -280,7 +259,7 @@ def soak(
     """Run a 2P2D cluster under steady load with random faults: lost requests, growth of memory and descriptors."""
     from benchmarks.faults.soak import SoakBench, run
 
-    _run(run(SoakBench(model, minutes, kv_transport, faults, load, seed, quick, leave, tenants), json))
+    _run(run(SoakBench(minutes, kv_transport, faults, load, seed, quick, leave, tenants), json))
 
 
 @app.command("simulator")

@@ -52,10 +52,6 @@ class FaultedCluster:
         """Signals the rank processes. Returns the time. Raises PdClusterError if there is none."""
         return _send(number, name, self.rank_pids(name))
 
-    def kill_rank(self, name: str, rank: int) -> float:
-        """Kills one rank process. Returns the time. Raises PdClusterError if the process does not exist."""
-        return _send(signal.SIGKILL, f"{name} rank {rank}", self.rank_pids(name)[rank : rank + 1])
-
     def kill_preloader(self) -> None:
         """Kills the preloader; does nothing if ranks are spawned without one."""
         if pid := self._cluster.preloader_pid:

@@ -2,8 +2,7 @@
 
 Starts two prefill and two decode instances, measures how many requests they serve, and sends seeded requests at 70 % of
 that rate as a Poisson process, first without a fault, then during each fault. The first run gives the expected output,
-token by token. Only processes that were started here receive signals. With --units, the instances of each role are a
-unit.
+token by token. Only processes that were started here receive signals.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.client_faults import CLIENT_FAULTS
@@ -25,7 +22,6 @@ from benchmarks.faults.fault_types import Fault, FaultContext, FaultObservations
 from benchmarks.faults.faulted_cluster import FaultedCluster
 from benchmarks.faults.faults_report import Run, Tokens, is_right, show
 from benchmarks.faults.resource_use import MOST_DESCRIPTORS, ResourceUse
-from benchmarks.faults.units import LAUNCH, UNIT_FAULTS, make_unit_model
 from benchmarks.figures import begin, names_of
 from benchmarks.mixed_load import Load, LoadRequest, Send, make_asks, poisson
 from pd_cluster.bench.serve_bench import running, sigterm_ends_it
@@ -43,7 +39,7 @@ CLOSE_S = 10.0  # longer than the time for which idle connections are kept
 COUNT_S = 3.0  # time between two reads of the last requests
 MOST_AT_ONCE = 4000
 MOST_FOR_CAPACITY = 400
-QUICK_FAULTS, QUICK_UNIT_FAULTS = ("kill-both", "kill-scheduler"), ("unit-follower",)
+QUICK_FAULTS = ("kill-both", "kill-scheduler")
 STALL_S = 20.0
 QUICK_NUM_REQUESTS, QUICK_STALL_S, QUICK_SCALE = 60, 6.0, 0.02
 ALL_FAULTS: dict[str, Fault] = {**FAULTS, **CONNECTION_FAULTS, **CLIENT_FAULTS}
@@ -61,31 +57,23 @@ class FaultsBench:
     seed: int
     quick: bool
     kv_transport: str
-    units: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
-        names_of("--faults", self.faults, self.known)
+        names_of("--faults", self.faults, ALL_FAULTS)
         check(self.load, self.kv_transport)
-
-    @property
-    def known(self) -> Mapping[str, Fault]:
-        return UNIT_FAULTS if self.units else ALL_FAULTS
 
     @property
     def names(self) -> tuple[str, ...]:
         """Returns the names of the faults to apply, in order."""
-        if self.quick and not self.faults:
-            return QUICK_UNIT_FAULTS if self.units else QUICK_FAULTS
-        return names_of("--faults", self.faults, self.known)
+        return QUICK_FAULTS if self.quick and not self.faults else names_of("--faults", self.faults, ALL_FAULTS)
 
     @property
     def command(self) -> str:
         only = f" --faults {self.faults}" if self.faults else ""
         size = "--quick" if self.quick else f"--num-requests {self.num_requests}"
         over = f" --kv-transport {self.kv_transport}" if self.kv_transport else ""
-        units = " --units" if self.units else ""
-        return f"python -m benchmarks faults{units}{only}{over} {size} --load {self.load:g} --seed {self.seed}"
+        return f"python -m benchmarks faults{only}{over} {size} --load {self.load:g} --seed {self.seed}"
 
 
 def check(load: float, kv_transport: str) -> None:
@@ -100,9 +88,8 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
     """Measures, prints and writes. Raises PdClusterError without a cluster, and if any request is lost or wrong."""
     begin(json_path)
     started_s = time.monotonic()
-    with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
-        model = make_unit_model(Path(folder)) if bench.units else ""
-        async with started(model, bench.kv_transport, **(LAUNCH if bench.units else {})) as stage:
+    with sigterm_ends_it():
+        async with started(bench.kv_transport) as stage:
             if bench.quick:
                 scene = Scene(stage, QUICK_NUM_REQUESTS, bench.load, bench.seed, QUICK_STALL_S, QUICK_SCALE)
             else:
@@ -110,8 +97,7 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
             quiet, capacity = await scene.quiet()
             runs = [quiet, *[await scene.play(key, capacity, expected_of(quiet)) for key in bench.names]]
     load = f"{bench.load:.0%} of {capacity:.1f} requests/s"
-    layout = "a unit of two on each side" if bench.units else "two prefill and two decode instances"
-    show(f"{layout} at {load}; {time.monotonic() - started_s:.0f} s in all", runs)
+    show(f"two prefill and two decode instances at {load}; {time.monotonic() - started_s:.0f} s in all", runs)
     if json_path:
         results = [Result(name="capacity", value=capacity, unit="requests/s", better="higher")]
         Report(bench.command, results + [result for run in runs for result in run.results()]).write(json_path)
@@ -120,17 +106,16 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
 
 
 @contextlib.asynccontextmanager
-async def started(model: str, kv_transport: str, **launch_settings: Any) -> AsyncIterator[FaultedCluster]:
-    """Starts a new cluster, and stops it afterwards. `launch_settings`: further fields of its Launch."""
+async def started(kv_transport: str) -> AsyncIterator[FaultedCluster]:
+    """Starts a new cluster of the shipped model, and stops it afterwards."""
     launch = Launch(
-        model=model,
+        model="",
         num_prefill=NUM_PREFILL,
         num_decode=NUM_DECODE,
         port=free_port_pair(),
         served_model_names=[NAME],
         restart="on-failure",
         arguments=[f"--kv-transport={kv_transport}"] if kv_transport else [],
-        **launch_settings,
     )
     async with make_client(MOST_AT_ONCE) as client, running(launch) as cluster:
         yield FaultedCluster(cluster, client)
@@ -148,7 +133,7 @@ class Scene:
 
     async def play(self, key: str, capacity: float, expected: Sequence[Tokens]) -> Run:
         """Runs one fault."""
-        fault = {**ALL_FAULTS, **UNIT_FAULTS}[key]
+        fault = ALL_FAULTS[key]
         await self.stage.whole()
         return await self._run(key, fault.title, (fault.load or self._load) * capacity, expected, fault)
 

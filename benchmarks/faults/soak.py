@@ -24,14 +24,12 @@ from benchmarks.faults.faults_bench import ALL_FAULTS, MOST_AT_ONCE, Scene, chec
 from benchmarks.faults.resource_use import ResourceUse
 from benchmarks.faults.soak_report import LEFT, Soak, Tally, Use, Watch
 from benchmarks.figures import begin, finish, names_of
-from benchmarks.mixed_load import LONGEST_OUTPUT, LONGEST_PROMPT, Load
+from benchmarks.mixed_load import Load
 from benchmarks.process_use import mapped_kib, num_descriptors
 from pd_cluster.bench.serve_bench import sigterm_ends_it
-from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.client.streaming_client import Sample, make_client, measure
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.result_tables import Report
-from pd_cluster.settings.engine_config import SHIPPED_MODEL
 
 # Faults that do not end the scheduler, prefill-0 or decode-0.
 SOAK_FAULTS = (
@@ -53,7 +51,6 @@ QUICK_MINUTES, QUICK_NUM_REQUESTS, QUICK_FAULTS, QUICK_REST_S = 0.25, 40, ("kill
 class SoakBench:
     """The command's parameters. `leave`: the share of requests whose client leaves early."""
 
-    model: str
     minutes: float
     kv_transport: str
     faults: str
@@ -81,38 +78,28 @@ class SoakBench:
 
     @property
     def command(self) -> str:
-        model = f" --model {self.model}" if self.model else ""
         only = f" --faults {self.faults}" if self.faults else ""
         size = "--quick" if self.quick else f"--minutes {self.minutes:g}"
         leave = f" --leave {self.leave:g}" if self.leave else ""
         leave += f" --tenants {self.tenants}" if self.tenants > 1 else ""
         rest = f"--kv-transport {self.kv_transport} --load {self.load:g}{leave} --seed {self.seed}"
-        return f"python -m benchmarks soak{model}{only} {size} {rest}"
+        return f"python -m benchmarks soak{only} {size} {rest}"
 
 
 async def run(bench: SoakBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError without a cluster, for a lost or wrong request, and for leaks."""
     begin(json_path)
-    check_model(bench.model)
     print(f"{bench.command}: faults are drawn from {', '.join(bench.names)}", flush=True)
     number = QUICK_NUM_REQUESTS if bench.quick else NUM_REQUESTS
     os.environ.update(SMALL_CACHES)  # for all processes that are started
     with sigterm_ends_it():
-        async with started(bench.model, bench.kv_transport) as stage, tenants_of(bench) as tenants:
+        async with started(bench.kv_transport) as stage, tenants_of(bench) as tenants:
             soak = await _Soaking(bench, Scene(stage, number, bench.load, bench.seed, STALL_S), tenants).play()
     finish(Report(bench.command, soak.results()), "soak", json_path)
     for line in (*soak.watch.by_minute(), *soak.tally.lines):
         print(line)
     if not soak.is_right:
         raise GenerationError("requests failed or differ, or something is left; see above")
-
-
-def check_model(named_model: str) -> None:
-    """Raises ConfigError, before anything starts, for an unsuitable model."""
-    model = named_model or str(SHIPPED_MODEL)
-    limit = Checkpoint.open(model).max_model_len(None)
-    if limit < (needed := LONGEST_PROMPT + LONGEST_OUTPUT):
-        raise ConfigError(f"--model {model}: its context of {limit} tokens is too short; {needed} are needed")
 
 
 @contextlib.asynccontextmanager

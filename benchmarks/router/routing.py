@@ -39,14 +39,13 @@ class Conversations:
     users: int = 50
     turns: int = 4
     input_len: int = 96
-    first_len: int = 0  # further tokens of the first turn
     output_len: int = 24
     think_s: float = 1.0
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of the longest conversation."""
-        return self.first_len + self.turns * (self.input_len + self.output_len)
+        return self.turns * (self.input_len + self.output_len)
 
 
 @dataclass(slots=True)
@@ -71,7 +70,6 @@ async def run(policies: str, talk: Conversations, rounds: int, json: str) -> Non
             for policy in names if at % 2 == 0 else reversed(names):
                 await _round(talk, model, policy, at, found[policy])
     asked = f"--policies {','.join(names)} --users {talk.users} --turns {talk.turns} --rounds {rounds}"
-    asked += f" --first-len {talk.first_len}" if talk.first_len else ""
     title = f"{talk.users} users, {talk.turns} turns of {talk.input_len} + {talk.output_len} tokens"
     finish(Report(f"python -m benchmarks routing {asked}", _results(found)), title, json)
 
@@ -114,8 +112,7 @@ class _Talk:
         more = {"model": self.model, "max_tokens": bench.output_len, "temperature": 0, "ignore_eos": True}
         await asyncio.sleep(rng.random() * START_S * bench.users)
         for turn in range(bench.turns):
-            num_new = bench.input_len + (0 if turn else bench.first_len)
-            prompt += [rng.randrange(NUM_TOKEN_IDS) for _ in range(num_new)]
+            prompt += [rng.randrange(NUM_TOKEN_IDS) for _ in range(bench.input_len)]
             body = {"prompt": prompt, "prompt_cache_key": f"user-{self.seed}", **more}
             sample = await answered(self.client, f"{self.url}/v1/completions", body)
             advance()

@@ -194,11 +194,18 @@ def one_preloader() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Limits tiny models in the test's own process to one thread: several would only wait for each other."""
+def kept_threads() -> Iterator[None]:
+    """Restores torch's number of threads after the test."""
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(kept_threads: None) -> None:
+    """Limits tiny models in the test's own process to one thread: several would only wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)

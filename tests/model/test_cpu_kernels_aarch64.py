@@ -33,12 +33,9 @@ def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
+def _two_threads(kept_threads: None) -> None:
     """Uses two threads on every machine, because thread teams are under test."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

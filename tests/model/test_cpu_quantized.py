@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pd_cluster.native.packed_products import (
 )
 from tests.support.spread import spread
 
+pytestmark = pytest.mark.usefixtures("kept_threads")
 NO_TILES = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 ANY_X86 = tuple(flag for flag in build.FLAGS if flag != "-march=native")
 VARIANTS = {
@@ -66,13 +67,6 @@ def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if bf16_way(chosen) is None:
         pytest.skip("the kernels cannot be compiled here")
     return chosen
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_rows_alone(layer: Linear, x: torch.Tensor) -> torch.Tensor:

@@ -37,15 +37,10 @@ THREADS = (2, 3, 7)
 SEQUENCES = [(1, 2000), (1, 0), (1, 300), (5, 63), (33, 0), (200, 77), (1, 15)]
 WIDTHS = ((1, 1024), (200, 1025), (768, 768), (1000, 8192), (100_000, 256))
 
-pytestmark = pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch has one thread")
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch has one thread"),
+]
 
 
 def assert_same_with_all(compute: Callable[[], torch.Tensor]) -> None:

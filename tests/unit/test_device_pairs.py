@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -22,15 +21,8 @@ from pd_cluster.transport import device_pair as transport_pair
 from pd_cluster.transport.device_pair import RECEIVER
 from pd_cluster.transport.dist import DistReceiver, DistSender, GroupOffer
 from pd_cluster.transport.link_events import Landed
-from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, install, put_on
+from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, put_on
 from tests.support.transports import CHECKSUM, LAYOUT, WAIT_S, Link, Pair, blocks, peer_of, place_of, random_pool
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
-    yield install(monkeypatch)
-    for group in FakeGroup.made:
-        group.aborted.set()
 
 
 class Group(NamedTuple):

@@ -16,12 +16,13 @@ from pd_cluster.commands import check_command, serve_command
 from pd_cluster.devices import hccl_environment
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.assembly import build_ranks
-from pd_cluster.settings.engine_config import SHIPPED_MODEL, EngineConfig
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.settings.process_configs import Credentials, WorkerConfig
 from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.serve_options import ServeOptions
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Device, Server, generate, write
+from tests.support.worker_configs import worker_config
 
 ANY = PortRange()
 OURS = {
@@ -133,24 +134,6 @@ def test_communicators_take_twice_their_buffers() -> None:
     assert hccl_environment.device_nbytes(1, True, True, {"HCCL_BUFFSIZE": "100"}) == 3 * 200 << 20
     assert hccl_environment.hccl_config(hccl_environment.PAIR_BUFFER_MB, {}) == {"hccl_buffer_size": 64}
     assert hccl_environment.hccl_config(hccl_environment.PAIR_BUFFER_MB, {"HCCL_BUFFSIZE": "64"}) == {}
-
-
-def worker_config(environment: dict[str, str]) -> WorkerConfig:
-    return WorkerConfig(
-        name="prefill-0",
-        role="prefill",
-        server_ip="10.0.0.18",
-        bind_address="10.0.0.18",
-        device_ids=["0"],
-        epoch=1,
-        credentials=Credentials(b""),
-        num_threads=3,
-        kv_transport="auto",
-        kv_port_range=ANY,
-        engine=EngineConfig(model="m"),
-        timeouts=Timeouts(),
-        environment=environment,
-    )
 
 
 def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture(scope="session")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    """Returns a tiny Llama whose four query heads share two KV heads. Many modules have another model."""
+    return checkpoint("llama")
+
+
 @pytest.fixture
 def freed() -> Iterator[None]:
     """Frees wide models after the test: they are in cycles, which Python would collect only gigabytes later."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pd_cluster.types import Pooling, RequestSpec, RopePositions, Sampling
 from tests.support.checkpoints import make_tokenizer, reference_greedy, reference_model
 from tests.support.cluster import children_of
 from tests.support.engines import random_prompt
+from tests.support.held import runs
 from tests.support.positions import KINDS, assert_same
 from tests.support.vectors import reference_vector
 
@@ -42,11 +43,6 @@ pytestmark = pytest.mark.usefixtures("one_preloader")
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
 ENGINE: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_model_len": 256, "max_num_batched_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
 
 
 @pytest.fixture(scope="module")
@@ -271,14 +267,6 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
 
 async def until_gone(pids: list[int]) -> None:
     deadline_s = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() and _runs(pid) for pid in pids):
+    while any(runs(pid) for pid in pids):
         assert time.monotonic() < deadline_s, "processes are left"
         await asyncio.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    """Returns whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -81,11 +81,6 @@ class Schedulers:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Checkpoints) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
 def schedulers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Schedulers]:
     folder = tmp_path_factory.mktemp("schedulers")
     with LiveCluster(folder, model, 1, 2, FLAGS, num_schedulers=NUM_SCHEDULERS) as cluster:

@@ -18,6 +18,7 @@ from pd_cluster.cluster.leases import membership_lease
 from pd_cluster.cluster.leases.lease_folder import NUM_KEPT, LeaseFolder
 from pd_cluster.cluster.leases.membership_lease import DesiredInstance, LeaseRecord, Ownership
 from pd_cluster.errors import ConfigError, LeaseUnavailable
+from tests.support.clock import Clock
 from tests.support.scheduler_world import DURATION_S, Store, Way, World
 
 SEEDS = range(200)  # 100 seeds detected all but one of the seeded faults of commit 6ae04940
@@ -86,14 +87,6 @@ def test_of_a_record_that_was_removed_no_two_are_owners(num_removals: int) -> No
         assert None in (one.term_now, other.term_now)
         clock.now_s += DURATION_S / 10
     assert DURATION_S <= clock.now_s - last_s <= 1.3 * DURATION_S
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 MEMBER = DesiredInstance(name="decode-0", role="decode", host="127.0.0.1", port=8089, device_ids=["0"])

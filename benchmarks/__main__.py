@@ -176,13 +176,12 @@ def routing(
 def agents(
     num_requests: Annotated[int, typer.Option(min=1, help="Turns of all sessions.")] = 1500,
     seed: Seed = 0,
-    export: Annotated[str, typer.Option(metavar="FILE", help="Write the trace, as for `bench load --trace`.")] = "",
     json: Json = "",
 ) -> None:
     """Simulate agents' sessions with and without pulls: cache hits and TTFT, compared to one large pool."""
     from benchmarks.router.agents import run
 
-    run(num_requests, seed, export, json)
+    run(num_requests, seed, json)
 
 
 @app.command("overload")
@@ -202,9 +201,6 @@ def overload(
 @app.command("long-prompts")
 def long_prompts(
     tokens: Annotated[int, typer.Option(min=1024, help="Tokens of the long prompt.")] = 262_144,
-    rate: Annotated[float, typer.Option(help="Requests of 200 tokens a second.")] = 4.0,
-    seconds: Annotated[float, typer.Option(help="Duration of the load, alone and beside the long prompt.")] = 20.0,
-    timeout: Annotated[float, typer.Option(help="Most seconds for the long prompt.")] = 3600.0,
     seed: Seed = 0,
     quick: Quick = False,
     json: Json = "",
@@ -212,8 +208,7 @@ def long_prompts(
     """Compare times to the first token of short requests with and without a long prompt."""
     from benchmarks.router.beside_long_prompt import LongPrompt, run
 
-    load = LongPrompt(8192, rate, 3.0, seed) if quick else LongPrompt(tokens, rate, seconds, seed, timeout)
-    _run(run(load, quick, json))
+    _run(run(LongPrompt(8192, 3.0, seed) if quick else LongPrompt(tokens, 20.0, seed), quick, json))
 
 
 @app.command("hog")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.faults.faulted_cluster import FaultedCluster
-from benchmarks.mixed_load import Answer
 from pd_cluster.result_tables import Result
 
 
@@ -21,7 +20,6 @@ class FaultObservations:
         default_factory=list
     )  # time from the start of the new scheduler's process until its first answer
     back_s: float | None = None
-    answers: list[Answer] = field(default_factory=list)  # the answers to the script's own requests
     figures: list[Result] = field(default_factory=list)  # only this fault's; names without its key
 
 
@@ -29,8 +27,7 @@ class FaultObservations:
 class FaultContext:
     """The tools of a script. `probe` is a request that is answered quickly.
 
-    `body_of` gives the body of a numbered request, whose right answer is known. `rate` is the load in requests per
-    second. `scale` is the factor by which a script's counts are reduced.
+    `scale` is the factor by which a script's counts are reduced.
     """
 
     stage: FaultedCluster
@@ -38,8 +35,6 @@ class FaultContext:
     probe: dict[str, Any]
     scale: float = 1.0
     rng: random.Random = field(default_factory=random.Random)
-    body_of: Callable[[int], dict[str, Any]] = lambda number: {}
-    rate: float = 0.0
 
     def count(self, most: int) -> int:
         return max(1, round(self.scale * most))
@@ -47,11 +42,8 @@ class FaultContext:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`goal_s`: the time within which the loss must be detected; None if nothing is lost. `load`: a share of the
-    capacity that replaces the command's.
-    """
+    """`goal_s`: the time within which the loss must be detected; None if nothing is lost."""
 
     title: str
     script: Callable[[FaultContext], Awaitable[FaultObservations]]
     goal_s: float | None = None
-    load: float | None = None

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from pd_cluster.client.instance_list import links_of
-from pd_cluster.client.streaming_client import CONNECT_TIMEOUT_S, REQUEST_DEADLINE_S, Sample, error_message, measure
+from pd_cluster.client.streaming_client import CONNECT_TIMEOUT_S, Sample, measure
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import PdClusterError
 
@@ -29,7 +29,6 @@ BUSY = 4  # minimum number of requests in an instance when a fault occurs
 BUSY_TIMEOUT_S = 10.0
 
 Entries = list[dict[str, Any]]
-Tokens = tuple[int, ...]
 
 
 class FaultedCluster:
@@ -185,31 +184,9 @@ class FaultedCluster:
         self._num_replays.clear()
         return len(counts), sum(counts)
 
-    async def stream(
-        self, body: Mapping[str, Any], on_first: Callable[[tuple[str, ...]], None] = lambda served_by: None
-    ) -> Sample:
-        """Sends one request; `on_first` as in `measure`."""
-        return await measure(self._client, f"{self._cluster.launch.url}/v1/completions", body, on_first=on_first)
-
-    async def whole_answer(self, body: dict[str, Any]) -> tuple[Sample, list[Tokens]]:
-        """Sends one request without streaming. Returns its first sequence as a sample, and all sequences."""
-        started_s = time.monotonic()
-        try:
-            answer = await self._client.post(
-                f"{self._cluster.launch.url}/v1/completions",
-                json={**body, "return_token_ids": True},
-                timeout=REQUEST_DEADLINE_S,
-            )
-        except httpx.HTTPError as error:
-            return Sample(error=str(error) or type(error).__name__), []
-        e2e_s = time.monotonic() - started_s
-        if answer.status_code != 200:
-            said = f"HTTP {answer.status_code}: {error_message(answer.text)}"
-            retry_after = answer.headers.get("retry-after")
-            return Sample(status=answer.status_code, retry_after=retry_after, error=said, server_said_so=True), []
-        choices = sorted(answer.json()["choices"], key=lambda choice: int(choice["index"]))
-        sequences = [tuple(choice["token_ids"]) for choice in choices]
-        return Sample(e2e_s=e2e_s, token_ids=sequences[0], status=200), sequences
+    async def stream(self, body: Mapping[str, Any]) -> Sample:
+        """Sends one request."""
+        return await measure(self._client, f"{self._cluster.launch.url}/v1/completions", body)
 
 
 async def _until(problem: str, check: Callable[[], Awaitable[bool]]) -> float:

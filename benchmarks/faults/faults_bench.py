@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.faults.client_faults import CLIENT_FAULTS
 from benchmarks.faults.connection_faults import CONNECTION_FAULTS
 from benchmarks.faults.fault_scripts import FAULTS
 from benchmarks.faults.fault_types import Fault, FaultContext, FaultObservations
@@ -42,7 +41,7 @@ MOST_FOR_CAPACITY = 400
 QUICK_FAULTS = ("kill-both", "kill-scheduler")
 STALL_S = 20.0
 QUICK_NUM_REQUESTS, QUICK_STALL_S, QUICK_SCALE = 60, 6.0, 0.02
-ALL_FAULTS: dict[str, Fault] = {**FAULTS, **CONNECTION_FAULTS, **CLIENT_FAULTS}
+ALL_FAULTS: dict[str, Fault] = {**FAULTS, **CONNECTION_FAULTS}
 NAME = "faults"
 TRANSPORTS = choices_for("cpu")  # transports between processes of one host, with pools in host memory
 
@@ -135,7 +134,7 @@ class Scene:
         """Runs one fault."""
         fault = ALL_FAULTS[key]
         await self.stage.whole()
-        return await self._run(key, fault.title, (fault.load or self._load) * capacity, expected, fault)
+        return await self._run(key, fault.title, self._load * capacity, expected, fault)
 
     async def quiet(self) -> tuple[Run, float]:
         """Makes the run without a fault. Returns it, and the capacity in requests per second."""
@@ -162,7 +161,7 @@ class Scene:
         """Sends all requests at least once, and continues while the fault's script runs."""
         started_s, before = time.monotonic(), ResourceUse.now(self.stage.pids())
         load = self.load(key, rate)
-        script = asyncio.ensure_future(self._script(key, fault, rate) if fault is not None else _nothing())
+        script = asyncio.ensure_future(self._script(fault) if fault is not None else _nothing())
         counting = asyncio.ensure_future(self.count())
         try:
             await load.run(lambda number: number >= len(self._asks) and script.done())
@@ -175,9 +174,8 @@ class Scene:
         num_held = await self.stage.held()
         await self.stage.count_replays()
         num_replayed, _ = self.stage.take_replays()
-        answers = load.answers + seen.answers
         left = await self._left(before)
-        run = Run(key, title, answers, expected, fault, seen, num_replayed, num_held, left)
+        run = Run(key, title, load.answers, expected, fault, seen, num_replayed, num_held, left)
         print(
             f"{title}: {len(run.complete)} of {len(run.answers)} requests in {time.monotonic() - started_s:.0f} s",
             flush=True,
@@ -193,14 +191,13 @@ class Scene:
                 return left
             await asyncio.sleep(CLOSE_S / 10)
 
-    async def _script(self, key: str, fault: Fault, rate: float) -> FaultObservations:
+    async def _script(self, fault: Fault) -> FaultObservations:
         await asyncio.sleep(LEAD_S)
-        return await fault.script(self.context(key, rate))
+        return await fault.script(self.context())
 
-    def context(self, salt: str, rate: float) -> FaultContext:
+    def context(self) -> FaultContext:
         probe = LoadRequest((1, 2, 3), 1, None).body(NAME, "probe")
-        rng, body_of = random.Random(self._seed), self._body_of(f"{salt} script")
-        return FaultContext(self.stage, self._stall_s, probe, self._scale, rng, body_of, rate)
+        return FaultContext(self.stage, self._stall_s, probe, self._scale, random.Random(self._seed))
 
     async def count(self) -> None:
         while True:

@@ -135,7 +135,7 @@ class _Soaking:
         until_s = self._started_s + 60 * (QUICK_MINUTES if self._bench.quick else self._bench.minutes)
         rate = self._bench.load * capacity
         load = self._scene.load("soak", rate, self._send)
-        drawing = asyncio.ensure_future(self._draw(until_s, self._scene.context("soak", rate)))
+        drawing = asyncio.ensure_future(self._draw(until_s, self._scene.context()))
         watching = [asyncio.ensure_future(each) for each in (self._scene.count(), self._sample(), self._tell(load))]
         try:
             await load.run(lambda number: drawing.done() and time.monotonic() >= until_s)

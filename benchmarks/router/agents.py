@@ -19,7 +19,6 @@ import msgspec
 from benchmarks.figures import begin, finish, result
 from pd_cluster.bench.outcomes import Outcome
 from pd_cluster.bench.request_arrivals import HASH_BLOCK_TOKENS, Arrival
-from pd_cluster.bench.trace_files import write_trace
 from pd_cluster.costs.linear_costs import Costs, HandoverCost, StepCost
 from pd_cluster.result_tables import Report, Result
 from pd_cluster.simulate.simulated_layout import SimulatedLayout
@@ -49,14 +48,12 @@ class Agents:
     user_s: float = 240.0  # duration of every eighth pause, on average
 
 
-def run(num_requests: int, seed: int, export: str, json: str) -> None:
+def run(num_requests: int, seed: int, json: str) -> None:
     """Raises PdClusterError."""
     begin(json)
     agents = Agents(num_requests=num_requests)
     arrivals = agents_trace(agents, seed)
     title = f"{num_requests} turns of {agents.num_open} agents, seed {seed}"
-    if export:
-        write_trace(export, arrivals)
     shares = reused_shares(arrivals)
     num_tokens = sum(each.num_prompt_tokens for each in arrivals)
     ideal = sum(share * each.num_prompt_tokens for share, each in zip(shares, arrivals, strict=True)) / num_tokens

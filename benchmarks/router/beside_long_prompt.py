@@ -35,17 +35,17 @@ NUM_SHORT_TOKENS, MAX_TOKENS, STEP_TOKENS, BLOCK_SIZE = 200, 4, 512, 16
 HEAD_DIM, WARM_S, PROGRESS_S = 16, 3.0, 30.0
 TOKEN_NBYTES = 2 * 4 * HEAD_DIM  # key and value in float32
 P99_GOAL = 3.0
+RATE = 4.0  # short requests a second
+TIMEOUT_S = 3600.0  # of the long prompt
 
 
 @dataclass(frozen=True, slots=True)
 class LongPrompt:
-    """The long prompt's tokens and its maximum duration; the rate and duration of the short requests."""
+    """The long prompt's tokens, and the duration of the short requests."""
 
     num_tokens: int
-    rate: float
     seconds: float
     seed: int
-    timeout_s: float = 3600.0
 
 
 async def run(load: LongPrompt, quick: bool, json: str) -> None:
@@ -53,14 +53,14 @@ async def run(load: LongPrompt, quick: bool, json: str) -> None:
     begin(json)
     with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
         launch = _launch(load, Path(folder))
-        async with running(launch) as cluster, _client(load, cluster.launch.url) as client:
+        async with running(launch) as cluster, _client(cluster.launch.url) as client:
             await _short(client, load, WARM_S)
             alone = await _short(client, load, load.seconds)
             sent = asyncio.create_task(_one(client, load, cluster.launch.admin_url))
             await asyncio.sleep(WARM_S)
             beside = await _short(client, load, load.seconds)
             if sent.done() and not quick:
-                raise GenerationError("the long prompt ended before the load; give more --tokens or fewer --seconds")
+                raise GenerationError("the long prompt ended before the load; give more --tokens")
             long_s = (await sent).ttft_s or 0.0
     results = [
         result("first token p99, alone", alone, "s", at=99),
@@ -68,8 +68,8 @@ async def run(load: LongPrompt, quick: bool, json: str) -> None:
         result("first token of the long prompt", [long_s], "s"),
         result("first token p99, beside to alone", ratio(beside, alone, 99), "x", "lower", P99_GOAL),
     ]
-    asked = f"--tokens {load.num_tokens} --rate {load.rate:g} --seconds {load.seconds:g} --seed {load.seed}"
-    title = f"one prefill and one decode instance, {load.rate:g} short requests a second"
+    asked = f"--tokens {load.num_tokens} --seed {load.seed}"
+    title = f"one prefill and one decode instance, {RATE:g} short requests a second"
     finish(Report(f"python -m benchmarks long-prompts {asked}", results), title, json, quick)
 
 
@@ -93,7 +93,7 @@ def _launch(load: LongPrompt, folder: Path) -> Launch:
             f"--max-model-len={most}",
             f"--max-num-batched-tokens={STEP_TOKENS}",
             f"--num-gpu-blocks-override={2 * most // BLOCK_SIZE}",
-            f"--request-timeout={load.timeout_s:g}",
+            f"--request-timeout={TIMEOUT_S:g}",
             "--skip-tokenizer-init",
         ],
         restart="no",
@@ -107,7 +107,7 @@ async def _short(client: httpx.AsyncClient, load: LongPrompt, seconds: float) ->
     async def send(body: Mapping[str, Any]) -> Sample:
         return await answered(client, URL, body)
 
-    sending = Load(lambda number: _body(draw, NUM_SHORT_TOKENS), poisson(draw, load.rate), send)
+    sending = Load(lambda number: _body(draw, NUM_SHORT_TOKENS), poisson(draw, RATE), send)
     await sending.run(lambda _: time.monotonic() - started_s >= seconds)
     return [each.sample.ttft_s for each in sending.answers if each.sample.ttft_s is not None]
 
@@ -117,7 +117,7 @@ async def _one(client: httpx.AsyncClient, load: LongPrompt, admin_url: str) -> S
     telling = asyncio.create_task(_tell(load.num_tokens, admin_url))
     try:
         body = _body(random.Random(load.seed), load.num_tokens)
-        sample = await measure(client, URL, body, deadline_s=load.timeout_s)
+        sample = await measure(client, URL, body, deadline_s=TIMEOUT_S)
     finally:
         telling.cancel()
     if sample.error is not None:
@@ -143,5 +143,5 @@ def _body(draw: random.Random, num_tokens: int) -> dict[str, Any]:
     return {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
 
 
-def _client(load: LongPrompt, url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=load.timeout_s, trust_env=False)
+def _client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False)

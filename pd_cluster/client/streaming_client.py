@@ -90,11 +90,6 @@ class Recorder:
         """Discards a partially received event: the server sends it again."""
         self._buffer = b""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a token or its text has arrived."""
-        return bool(self._arrivals_s)
-
     def fail(self, reason: str, server_said_so: bool = False) -> None:
         """Records why the request failed; the first reason is kept."""
         if self._error is None:
@@ -179,15 +174,13 @@ async def measure(
     url: str,
     body: Mapping[str, Any],
     on_text: Callable[[str], None] = lambda text: None,
-    on_first: Callable[[tuple[str, ...]], None] = lambda served_by: None,
     deadline_s: float = REQUEST_DEADLINE_S,
     resumes: bool = False,
 ) -> Sample:
     """Sends `body` to `url` (/v1/completions or /v1/chat/completions), asking for a stream, usage and token ids.
 
-    `on_first` is called when the first token arrives, with the instances that serve the request. Never raises for
-    failures of the network or the server: they become the sample's `error`. `resumes`: if the connection breaks and the
-    server can resume the stream (--resume-window), the rest is read over a new connection.
+    Never raises for failures of the network or the server: they become the sample's `error`. `resumes`: if the
+    connection breaks and the server can resume the stream (--resume-window), the rest is read over a new connection.
     """
     start_s = time.monotonic()
     recorder = Recorder(start_s)
@@ -205,7 +198,7 @@ async def measure(
             elif not response.headers.get("content-type", "").startswith("text/event-stream"):
                 recorder.fail("the server did not answer with a stream of events")
             else:
-                await _read(response, recorder, on_text, lambda: on_first(served_by), resumes)
+                await _read(response, recorder, on_text, resumes)
             token = response.headers.get(RESUME_TOKEN, "") if resumes else ""
             if token and status == 200 and not recorder.ended:
                 await _resume(client, url, token, recorder, on_text)
@@ -220,17 +213,13 @@ async def _read(
     response: httpx.Response,
     recorder: Recorder,
     on_text: Callable[[str], None],
-    on_first: Callable[[], None] = lambda: None,
     may_break: bool = False,
 ) -> None:
     """Reads to the end of the stream, or of the connection. `may_break`: a broken connection is not an error."""
     try:
         async for data in response.aiter_bytes():
-            had_begun = recorder.has_begun
             if text := recorder.feed(data, time.monotonic()):
                 on_text(text)
-            if recorder.has_begun and not had_begun:
-                on_first()
             if recorder.ended:
                 return
     except httpx.TransportError:

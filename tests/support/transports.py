@@ -122,10 +122,6 @@ class Pair:
             sending.join(WAIT_S)
             self._sequence += 1
 
-    def move_after(self, sequence: int, piece: wire.KVPiece, into: list[int]) -> None:
-        self._sequence = sequence
-        self.move(piece, into)
-
     @property
     def server(self) -> UnixServer | None:
         """Returns the server of P's pool, if its transport has one; it lasts as long as P's process."""

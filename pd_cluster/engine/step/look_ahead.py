@@ -69,26 +69,26 @@ class LookAhead:
         """
         self._runner, self._scheduler, self._wants_host = runner, scheduler, wants_host
         self._is_processed = is_processed
-        self.plan: StepPlan | None = None  # the step that was launched ahead
+        self.launched: StepPlan | None = None  # the step that was launched ahead
         self._rows: Mapping[Request, int] = {}  # request -> its row among that step's tokens
         self._tokens: Tokens | None = None
         self.num_ahead = 0  # steps that were launched ahead
 
     def plan(self) -> StepPlan | None:
         """Returns the step that was launched ahead, with only the sequences that still run; None if there is none."""
-        plan, self.plan = self.plan, None
+        plan, self.launched = self.launched, None
         if plan is not None:
             plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
             plan.admitted = [request for request in plan.admitted if request.status is Status.RUNNING]
         if plan is None or not plan.chunks:
             self._tokens = None
             return None
-        self.plan = plan
+        self.launched = plan
         return plan
 
     def has_launched(self, plan: StepPlan) -> bool:
         """Whether this step was launched ahead."""
-        return plan is self.plan
+        return plan is self.launched
 
     def sample(
         self, plan: StepPlan, on_layer: OnLayer | None, begins: Begins
@@ -106,7 +106,7 @@ class LookAhead:
             tokens = None
             if all(self._may_go(request) for request, _ in plan.chunks):
                 tokens, rows = self._runner.launch(plan.chunks, None, on_layer), _rows_of(plan)
-        self.plan = self._tokens = None
+        self.launched = self._tokens = None
         if tokens is None:
             return None
         ready = self._scheduler.computed(plan)
@@ -129,7 +129,7 @@ class LookAhead:
         after = After(tokens, sources) if any(row is not None for row in sources) else None
         self.num_ahead += 1
         self._rows = _rows_of(plan)
-        self.plan, self._tokens = plan, self._runner.launch(plan.chunks, after, on_layer)
+        self.launched, self._tokens = plan, self._runner.launch(plan.chunks, after, on_layer)
 
     def _may_go(self, request: Request) -> bool:
         if needs_host(request) or (self._is_processed is not None and self._is_processed(request)):

@@ -29,7 +29,7 @@ def change_ahead(module: ModuleType) -> None:
 
     def changed(self: Any, *given: Any) -> None:
         launch_next(self, *given)
-        if self.plan is not None and any(request.leg == "prefill" for request, _ in self.plan.chunks):
+        if self.launched is not None and any(request.leg == "prefill" for request, _ in self.launched.chunks):
             with open(os.environ["AHEAD_NOTES"], "ab") as notes:
                 notes.write(b".")
 

@@ -31,6 +31,7 @@ from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Pooling, RequestSpec, RopePositions, Sampling
+from tests.model.test_offline import PROMPTS, pieces_of
 from tests.support.checkpoints import make_tokenizer, reference_greedy, reference_model
 from tests.support.cluster import children_of
 from tests.support.engines import random_prompt
@@ -41,7 +42,6 @@ from tests.support.vectors import reference_vector
 pytestmark = pytest.mark.usefixtures("one_preloader")
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
 ENGINE: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_model_len": 256, "max_num_batched_tokens": 24}
 
 
@@ -53,11 +53,7 @@ def llm(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def split(llm: LLM) -> OfflineService:
-    return offline_of(llm)
-
-
-def offline_of(made: LLM | AsyncEngine) -> OfflineService:
-    return made.offline
+    return llm.offline
 
 
 def cluster_of(made: OfflineService) -> SplitCluster:
@@ -68,7 +64,7 @@ def cluster_of(made: OfflineService) -> SplitCluster:
 
 def nums_of_ranks(made: LLM | AsyncEngine) -> list[int]:
     """Returns the number of ranks of each instance."""
-    infos = [each.info for each in offline_of(made).service.router.membership.instances]
+    infos = [each.info for each in made.offline.service.router.membership.instances]
     return [len(info.rank_pids) for info in infos if info is not None]
 
 
@@ -77,11 +73,6 @@ def one(model: Path) -> Iterator[OfflineService]:
     """Yields the same service in one process."""
     with OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), **ENGINE))) as made:
         yield made
-
-
-async def pieces_of(offline: OfflineService, prompts: list[list[int]], **fields: object) -> list[Piece]:
-    request = CompletionRequest.model_validate({"prompt": prompts, "temperature": 0, "max_tokens": 8, **fields})
-    return await offline.service.complete(await offline.service.completions(request))
 
 
 def test_greedy_and_seeded_are_those_of_one_process(split: OfflineService, one: OfflineService, model: Path) -> None:

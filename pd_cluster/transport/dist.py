@@ -135,9 +135,7 @@ class DistReceiver:
         if problem := _why_no_pair(self.name, self._offer, self._pool.device):
             raise LinkError(problem)
         self._staging.warm()
-        self.group = make_group(
-            self._backend, self.meeting, self._offer.address, RECEIVER, _pair_endpoint(self.place)
-        )
+        self.group = make_group(self._backend, self.meeting, self._offer.address, RECEIVER, _pair_endpoint(self.place))
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
         self._announced.append((sequence, chunk))

@@ -20,18 +20,17 @@ from pd_cluster.devices.core_affinity import CoreAffinity
 from pd_cluster.devices.core_ledger import CoreLedger
 from pd_cluster.devices.openmp_spinning import QUIET_S, WINDOW_S, Spinning
 from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.kernels.cpu.ops import CpuOps
 from pd_cluster.model.layers.ops import Heads
 from pd_cluster.model.layers.packed_linear import PackedLinear
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.native.build import openmp_runtime
 from pd_cluster.native.thread_binding import team_binding
 from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
-from tests.model.test_cpu_kernels import LAYER, CpuOps, make_batch, make_rope, ops
+from tests.model.test_cpu_kernels import LAYER, make_batch, make_rope
 from tests.support.checkpoints import CONFIGS
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.held import held, more_than
-
-__all__ = ["ops"]  # a fixture
 
 THREADS = (2, 3, 7)
 SEQUENCES = [(1, 2000), (1, 0), (1, 300), (5, 63), (33, 0), (200, 77), (1, 15)]

@@ -147,7 +147,7 @@ def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_process.asyncio, "create_subprocess_exec", start)
     monkeypatch.setenv("RANK_TABLE_FILE", "/etc/hccl.json")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    config = worker_config({"HCCL_IF_IP": "10.0.0.18", "RANK_TABLE_FILE": ""})
+    config = worker_config("10.0.0.18", num_threads=3, environment={"HCCL_IF_IP": "10.0.0.18", "RANK_TABLE_FILE": ""})
     config = msgspec.json.decode(msgspec.json.encode(config), type=WorkerConfig)
     with pytest.raises(InterruptedError):
         asyncio.run(rank_process.RankProcess(config).start())
@@ -161,7 +161,7 @@ def test_a_cpu_in_an_npus_place_is_told(monkeypatch: pytest.MonkeyPatch, caplog:
     """If the table has NPUs but a CPU serves, rank 0 alone logs a warning."""
     monkeypatch.setattr(build_ranks, "bind", lambda name, device_ids, rank: CPU)
     for environment, num_told in (({}, 0), (OURS, 1)):
-        config = worker_config(environment)
+        config = worker_config("10.0.0.18", num_threads=3, environment=environment)
         follower = msgspec.structs.replace(config, ranks=msgspec.structs.replace(config.ranks, rank=1))
         assert build_ranks.device_of(config) == build_ranks.device_of(follower) == CPU
         assert caplog.text.count("computes on the CPU") == num_told

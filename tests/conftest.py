@@ -171,6 +171,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture(scope="session")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    """Returns a tiny Llama whose four query heads share two KV heads. Many modules have another model."""
+    return checkpoint("llama")
+
+
 @pytest.fixture
 def freed() -> Iterator[None]:
     """Frees wide models after the test: they are in cycles, which Python would collect only gigabytes later."""
@@ -194,11 +200,18 @@ def one_preloader() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Limits tiny models in the test's own process to one thread: several would only wait for each other."""
+def kept_threads() -> Iterator[None]:
+    """Restores torch's number of threads after the test."""
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(kept_threads: None) -> None:
+    """Limits tiny models in the test's own process to one thread: several would only wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)

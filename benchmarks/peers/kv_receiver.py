@@ -35,7 +35,7 @@ class ReceiveLane(ReceivingEnd):
             raise LinkError(self._error)
         return self._last_blocks
 
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         match event:
             case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
                 blocks = self._tables[transfer_id] = self._free.take(num_tokens // self._pool.layout.block_size)
@@ -45,10 +45,10 @@ class ReceiveLane(ReceivingEnd):
             case Mail(_, _, wire.Confirmed(transfer_id, held)):
                 self._last_blocks = self._tables[transfer_id]
                 self._free.release(self._last_blocks)
-                self._error = "" if held else "a transfer's blocks were no longer held"
+                self._error = "" if held else "a transfer was not held any more"
                 del self._conns[transfer_id], self._tables[transfer_id]  # last, because `last_blocks` waits for it
             case _:
-                super()._take(event)
+                super().take(event)
 
 
 class Peer:

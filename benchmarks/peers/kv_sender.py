@@ -38,7 +38,7 @@ class SendLane(SendingEnd):
         self.confirms_s: list[float] = []
         self.link(send)
         if self.transport != lane.transport:
-            raise LinkError(f"the link uses {self.transport}")
+            raise LinkError(f"the link goes over {self.transport}")
 
     def move(self, move: Move) -> float:
         """Returns the seconds from the first shipment to the last confirmation."""
@@ -46,13 +46,13 @@ class SendLane(SendingEnd):
         self._num_offered = self._num_done = 0
         for _ in range(min(move.count, move.num_under_way)):
             self._offer(move)
-        self._wait(lambda: len(self._credited) == self._num_offered, self._take, "the credits")
+        self._wait(lambda: len(self._credited) == self._num_offered, self.take, "the credits")
         while self._num_done < move.count:
             for request in self._credited:
                 self._ship(request)
             self._credited = []
             done = self._num_done
-            self._wait(lambda done=done: bool(self._credited) or self._num_done > done, self._take, "a transfer")  # type: ignore[misc]
+            self._wait(lambda done=done: bool(self._credited) or self._num_done > done, self.take, "a transfer")  # type: ignore[misc]
             while self._num_offered < min(move.count, self._num_done + move.num_under_way):
                 self._offer(move)
         return self.confirms_s[-1] - self.ships_s[0]
@@ -80,7 +80,7 @@ class SendLane(SendingEnd):
             self.events.put(HandedOver(conn, body.transfer_id, time.monotonic()))
         return True
 
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         match event:
             case Mail(conn, _, wire.Credit() as body):
                 self._exports.on_credit(conn, body)
@@ -88,7 +88,7 @@ class SendLane(SendingEnd):
             case HandedOver(conn, transfer_id):
                 self._exports.on_handed_over(conn, transfer_id)
             case _:
-                super()._take(event)
+                super().take(event)
 
     def export_ended(self, request: Request, error: str | None) -> None:
         if error is not None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.figures import begin, finish, result
-from benchmarks.mixed_load import NUM_TOKEN_IDS, Load, poisson
+from benchmarks.mixed_load import NUM_TOKEN_IDS, Load, Send, poisson
 from benchmarks.router.scheduler_target import MODEL_NAME, Target, WorkerSpeed, made_up_launch, own_scheduler
 from pd_cluster.bench.serve_bench import sigterm_ends_it
 from pd_cluster.client.streaming_client import Sample, measure
@@ -120,13 +120,14 @@ async def load(of: Run, target: Target, started_s: float, phase_s: float, seed: 
 
         async with asyncio.TaskGroup() as running:  # the answers of a phase may end after it
             for at, phase in enumerate(PHASES):
-                draw = random.Random(f"{seed} {phase.name}")
                 end_s = started_s + (at + 1) * phase_s
-                sending = Load(
-                    lambda _, draw=draw, phase=phase: body_of(draw, phase), poisson(draw, phase.rate_per_s), send
-                )
-                running.create_task(sending.run(lambda _, end_s=end_s: time.monotonic() >= end_s))
+                running.create_task(send_phase(phase, random.Random(f"{seed} {phase.name}"), end_s, send))
                 await asyncio.sleep(max(0.0, end_s - time.monotonic()))
+
+
+async def send_phase(phase: Phase, draw: random.Random, end_s: float, send: Send) -> None:
+    gaps_s = poisson(draw, phase.rate_per_s)
+    await Load(lambda _: body_of(draw, phase), gaps_s, send).run(lambda _: time.monotonic() >= end_s)
 
 
 def body_of(draw: random.Random, phase: Phase) -> dict[str, Any]:

@@ -115,12 +115,12 @@ def why_not(config: Config) -> str | None:
     parts = [name for name in PARTS if config.get(name)]
     if parts:
         return MORE_THAN_TEXT.format(what=parts[0])
-    if config.get("is_encoder_decoder") or model_type in _table("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
+    if config.get("is_encoder_decoder") or model_type in table_of("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
         return ENCODER_DECODER.format(what="is_encoder_decoder")
-    is_causal = model_type in _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    if model_type in _table("MODEL_FOR_MASKED_LM_MAPPING_NAMES") and not (is_causal and config.get("is_decoder")):
+    is_causal = model_type in table_of("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    if model_type in table_of("MODEL_FOR_MASKED_LM_MAPPING_NAMES") and not (is_causal and config.get("is_decoder")):
         return ENCODER
-    if model_type in _table("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
+    if model_type in table_of("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
         return MORE_THAN_TEXT.format(what="images")
     if is_known() and not is_causal:
         return "is not a language model: transformers has no causal model of this type"
@@ -198,12 +198,12 @@ def is_known() -> bool:
 
 def is_native(model_type: object) -> bool:
     """Whether transformers has the type; True if transformers is not installed."""
-    return not is_known() or model_type in _table("CONFIG_MAPPING_NAMES", "auto_mappings")
+    return not is_known() or model_type in table_of("CONFIG_MAPPING_NAMES", "auto_mappings")
 
 
 def defaults_of(model_type: str) -> dict[str, Any]:
     """Returns the plain values that transformers assigns to fields missing from a config.json."""
-    folder, name = _folder(), _table("CONFIG_MAPPING_NAMES", "auto_mappings").get(model_type)
+    folder, name = _folder(), table_of("CONFIG_MAPPING_NAMES", "auto_mappings").get(model_type)
     if folder is None or name is None:
         return {}
     module = _module_of(model_type)
@@ -267,7 +267,7 @@ def _is_stateful(model_type: str) -> bool:
 
 
 def _module_of(model_type: str) -> str:
-    special = _table("SPECIAL_MODEL_TYPE_TO_MODULE_NAME", "auto_mappings")
+    special = table_of("SPECIAL_MODEL_TYPE_TO_MODULE_NAME", "auto_mappings")
     return str(special.get(model_type, model_type.replace("-", "_")))
 
 
@@ -279,9 +279,9 @@ def _folder() -> Path | None:
 
 
 @functools.cache
-def _table(name: str, module: str = "modeling_auto") -> dict[str, Any]:
+def table_of(name: str, module: str = "modeling_auto") -> dict[str, Any]:
     """Reads a table of transformers.models.auto; empty if it is not found."""
-    for node in _statements(module):
+    for node in statements_of(module):
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             value = node.value if isinstance(node, ast.Assign) else None
@@ -291,7 +291,7 @@ def _table(name: str, module: str = "modeling_auto") -> dict[str, Any]:
 
 
 @functools.cache
-def _statements(module: str) -> list[ast.stmt]:
+def statements_of(module: str) -> list[ast.stmt]:
     folder = _folder()
     return _parse(folder / "models" / "auto" / f"{module}.py") if folder else []
 

@@ -68,10 +68,10 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
     if start.place.role == "scheduler":
         run_scheduler(start, credentials, env)
     else:
-        _run_worker(start, credentials)
+        run_worker(start, credentials)
 
 
-def _run_worker(start: Start, credentials: Credentials) -> None:
+def run_worker(start: Start, credentials: Credentials) -> None:
     place, engine, handover = start.place, start.engine, start.handover
     assert place.role != "scheduler"
     num_devices = len(place.server.device)

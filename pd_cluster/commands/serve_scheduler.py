@@ -109,7 +109,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
     if http.allow_credentials and "*" in http.allowed_origins:
         log.warning("--allow-credentials: any web page may send its visitors' credentials; name --allowed-origins")
     if http.files.folder:
-        _check_files(http.files, openai)
+        check_files(http.files, openai)
     if http.responses.folder:
         if not openai:
             named = f"{called('response_store')} {http.responses.folder}"
@@ -138,7 +138,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
     )
 
 
-def _check_files(files: KeptFiles, openai: bool) -> None:
+def check_files(files: KeptFiles, openai: bool) -> None:
     """Raises ConfigError for a folder that cannot be used, before any port is open."""
     named = f"{called('files_dir')} {files.folder}"
     if not openai:

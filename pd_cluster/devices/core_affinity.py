@@ -85,7 +85,7 @@ class CoreAffinity:
     _may_bind: bool = field(default=True, init=False)
     _is_home: bool = field(default=False, init=False)
     _is_off: bool = field(default=False, init=False)
-    _away_until_s: float = field(default=0.0, init=False)
+    away_until_s: float = field(default=0.0, init=False)
     _team: tuple[int, frozenset[int]] = field(default=(1, frozenset()), init=False)
     _watch: _Watch = field(init=False)
 
@@ -118,7 +118,7 @@ class CoreAffinity:
 
     def begin(self) -> None:
         """Begins a step; must be called before `take`."""
-        self._may_bind = not self._is_off and self.clock() >= self._away_until_s and self.may_bind()
+        self._may_bind = not self._is_off and self.clock() >= self.away_until_s and self.may_bind()
         if self._may_bind:
             with self._turning_off():
                 self._watch.begin(self.clock())
@@ -147,8 +147,8 @@ class CoreAffinity:
         self._bind(self.all_cores)
         with self._turning_off():
             if self._watch.end(self.clock()):
-                self._away_until_s = self.clock() + AWAY_S
-                log.debug("steps leave the cores %s for %g s: other threads compute there", as_list(self.cores), AWAY_S)
+                self.away_until_s = self.clock() + AWAY_S
+                log.debug("steps leave the cores %s for %g s: others compute there", as_list(self.cores), AWAY_S)
 
     def _bind(self, cores: frozenset[int]) -> None:
         if not self._is_off:

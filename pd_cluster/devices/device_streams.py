@@ -69,29 +69,29 @@ class CopyStream:
 
     def __init__(self, device: Device, priority: int = 0) -> None:
         self._device = device
-        self._stream: Any = None
+        self.stream: Any = None
         if device.is_accelerator:
-            self._stream = devices._module(device).Stream(device.index, priority=priority)
+            self.stream = devices._module(device).Stream(device.index, priority=priority)
 
     def after(self, marker: Marker) -> None:
         """Delays later launches on this stream until the marker is reached; the host does not wait."""
-        if self._stream is not None and marker._event is not None:
-            self._stream.wait_event(marker._event)
+        if self.stream is not None and marker._event is not None:
+            self.stream.wait_event(marker._event)
 
     def __enter__(self) -> CopyStream:
         """Directs launches inside the block to this stream."""
-        if self._stream is not None:
-            self._context = devices._module(self._device).stream(self._stream)
+        if self.stream is not None:
+            self._context = devices._module(self._device).stream(self.stream)
             self._context.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._stream is not None:
+        if self.stream is not None:
             self._context.__exit__(*error)
 
     def mark(self) -> Marker:
         """Returns a marker after everything that was launched on this stream."""
-        return _recorded(self._device, self._stream)
+        return _recorded(self._device, self.stream)
 
 
 def mark(device: Device) -> Marker:
@@ -128,7 +128,7 @@ def capture(device: Device) -> Callable[[Callable[[], Any]], Replay]:
     side = CopyStream(device, CAPTURE_PRIORITY)
     # Other threads copy during a capture. With "thread_local", only this thread's launches are captured, and only this
     # thread is forbidden to synchronize.
-    options = {"pool": module.graph_pool_handle(), "stream": side._stream, "capture_error_mode": "thread_local"}
+    options = {"pool": module.graph_pool_handle(), "stream": side.stream, "capture_error_mode": "thread_local"}
     make_graph = {"cuda": _cuda_graph, "npu": _npu_graph}[device.kind]
 
     def make(run: Callable[[], Any]) -> Replay:

@@ -107,8 +107,8 @@ class HostTier:
         self._queue = EvictionQueue(num_slots // 2)  # has the same contents
         self._pinned: set[int] = set()
         self._read: Counter[int] = Counter()  # slots that lower tiers are reading -> number of readers
-        self._filling: set[int] = set()  # slots that a lower tier writes
-        self._kept: set[int] = set()  # slots filled for requests that have not been admitted yet
+        self.filling: set[int] = set()  # slots that a lower tier writes
+        self.kept: set[int] = set()  # slots filled for requests that have not been admitted yet
         self._retired: set[int] = set()  # slots whose content was dropped while lower tiers still read them
         self.lower: list[TierBelow] = []
         self._emit: Emit | None = None
@@ -199,7 +199,7 @@ class HostTier:
         self.touch(contents)
         slots = [self._slot_of[each] for each in contents]
         self._pinned.update(slots)
-        self._kept.difference_update(slots)
+        self.kept.difference_update(slots)
         return slots
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
@@ -220,7 +220,7 @@ class HostTier:
 
     def _drop(self, slot: int) -> None:
         """Frees a slot whose content is forgotten, at once or when its last reader ends."""
-        self._kept.discard(slot)
+        self.kept.discard(slot)
         if self._read[slot]:
             self._retired.add(slot)
         else:
@@ -249,10 +249,10 @@ class HostTier:
         Returns fewer than requested if too few are free, or if half of all slots are reserved or wait for their
         requests.
         """
-        room = self.num_slots // 2 - len(self._filling) - len(self._kept)
+        room = self.num_slots // 2 - len(self.filling) - len(self.kept)
         taken: list[int] = []
         while len(taken) < min(num_slots, room) and (slot := self._free_slot()) is not None:
-            self._filling.add(slot)
+            self.filling.add(slot)
             taken.append(slot)
         return taken
 
@@ -262,24 +262,24 @@ class HostTier:
 
     def filled(self, content: bytes, slot: int) -> None:
         """Assigns a content to a reserved slot, which keeps it until a request loads it or `unpin` is called."""
-        self._filling.discard(slot)
+        self.filling.discard(slot)
         is_here = content in self._slot_of
         self._queue.used(content)
         if is_here:
             self._free.append(slot)
             return
         self._slot_of[content] = slot
-        self._kept.add(slot)
+        self.kept.add(slot)
         self._changed.add(content)
 
     def not_filled(self, slot: int) -> None:
-        self._filling.discard(slot)
+        self.filling.discard(slot)
         self._free.append(slot)
 
     def unpin(self, content: bytes) -> None:
         """Allows a filled slot to be reused, although no request has loaded its content."""
         if (slot := self._slot_of.get(content)) is not None:
-            self._kept.discard(slot)
+            self.kept.discard(slot)
 
     def changes(self) -> set[bytes]:
         """Returns the contents that appeared or disappeared since the last call."""
@@ -290,7 +290,7 @@ class HostTier:
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is free or has one content."""
-        used = [*self._free, *self._slot_of.values(), *self._filling, *self._retired]
+        used = [*self._free, *self._slot_of.values(), *self.filling, *self._retired]
         if len(used) != self.num_slots or len(set(used)) != self.num_slots:
             raise AssertionError("a slot of the host's cache is lost, or has two contents")
         if sorted(self._slot_of) != sorted(self._queue):
@@ -301,7 +301,7 @@ class HostTier:
             return self._free.pop()
         for content in self._queue:
             slot = self._slot_of[content]
-            if slot not in self._pinned and slot not in self._kept and slot not in self._read:
+            if slot not in self._pinned and slot not in self.kept and slot not in self._read:
                 del self._slot_of[content]
                 self._queue.discard(content)
                 self._changed.add(content)

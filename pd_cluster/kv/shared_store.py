@@ -64,7 +64,7 @@ class SharedStore:
     def __init__(self, url: str, seal: Seal, breaker: Breaker | None = None) -> None:
         """Connects on first use. Raises ConfigError for an invalid address."""
         self._seal = seal
-        self._breaker = breaker or Breaker()
+        self.breaker = breaker or Breaker()
         self.num_bad = 0
         waits = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
         try:
@@ -77,7 +77,7 @@ class SharedStore:
         key = self._keys(content)[0]
         if self._try(lambda: self._client.exists(key), 0):
             return True
-        if self._breaker.is_open:
+        if self.breaker.is_open:
             return False
         sealed = bytes(self._seal.seal(content, block))
         return bool(self._try(lambda: self._client.set(key, sealed), False))
@@ -142,13 +142,13 @@ class SharedStore:
 
     def _try(self, call: Callable[[], Any], otherwise: T) -> T:
         """Returns the answer of a call, or `otherwise` if the store does not answer in time or calls are stopped."""
-        if self._breaker.is_open:
+        if self.breaker.is_open:
             return otherwise
         try:
             answer: T = call()
         except (redis.RedisError, OSError) as error:
-            if self._breaker.failed():
+            if self.breaker.failed():
                 log.warning("the shared store does not answer; calls pause for a while: %s", type(error).__name__)
             return otherwise
-        self._breaker.succeeded()
+        self.breaker.succeeded()
         return answer

@@ -25,7 +25,7 @@ _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
 @functools.cache
-def _function() -> Any:
+def load_function() -> Any:
     """Returns pd_lora; None without the kernels."""
     if not build.are_wanted():
         return None
@@ -63,12 +63,12 @@ class LoraTable:
     """The adapters of one linear layer, by their slots."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Ints, list[torch.Tensor]]] = {}
+        self.kept: dict[int, tuple[Ints, list[torch.Tensor]]] = {}
         self._addresses: Ints = np.zeros(8, dtype=np.int64)  # by slot; 0: the slot's adapter does not change this layer
 
     @staticmethod
     def is_possible() -> bool:
-        return _function() is not None
+        return load_function() is not None
 
     def put(self, slot: int, a: torch.Tensor, parts: Parts) -> None:
         """Adds an adapter, on any thread. `a`: A of all parts, joined to [sum of ranks, in_features]; all float32."""
@@ -79,7 +79,7 @@ class LoraTable:
             numbers += [first, b.shape[1], outputs.start, outputs.stop - outputs.start, packed_b.data_ptr()]
             first += b.shape[1]
         record = np.array(numbers, dtype=np.int64)
-        self._kept[slot] = record, [packed_a, *packed_bs]
+        self.kept[slot] = record, [packed_a, *packed_bs]
         addresses = np.zeros(max(len(self._addresses), 2 * slot), dtype=np.int64)
         addresses[: len(self._addresses)] = self._addresses
         addresses[slot] = record.ctypes.data
@@ -87,9 +87,9 @@ class LoraTable:
 
     def drop(self, slot: int) -> None:
         """Removes an adapter that no running step uses."""
-        if slot in self._kept:
+        if slot in self.kept:
             self._addresses[slot] = 0
-            del self._kept[slot]
+            del self.kept[slot]
 
     def add(self, x: torch.Tensor, y: torch.Tensor, blocks: StepBlocks) -> None:
         """Adds the adapters' outputs for x [num_rows, in_features] to y [num_rows, out_features]; both float32."""
@@ -98,7 +98,7 @@ class LoraTable:
         addresses = self._addresses
         if len(addresses) <= blocks.most_slot:
             addresses = np.concatenate((addresses, np.zeros(blocks.most_slot, dtype=np.int64)))
-        _function()(
+        load_function()(
             x.data_ptr(),
             x.stride(0),
             x.shape[1],

@@ -58,27 +58,27 @@ class ProductCall(ctypes.Structure):
     )
 
 
-_libraries: dict[tuple[str, ...], ctypes.CDLL | None] = {}
+libraries: dict[tuple[str, ...], ctypes.CDLL | None] = {}
 _loading = threading.Lock()
 
 
-def _library(flags: tuple[str, ...]) -> ctypes.CDLL | None:
+def load_library(flags: tuple[str, ...]) -> ctypes.CDLL | None:
     """Returns the kernels compiled with these flags; None if they are disabled or unavailable."""
     if not build.are_wanted():
         return None
     with _loading:
-        if flags not in _libraries:
+        if flags not in libraries:
             try:
                 library = build.load(flags)
             except build.KernelsUnavailable:  # the model's loader has logged why
-                _libraries[flags] = None
+                libraries[flags] = None
             else:
                 for function in (library.pd_product, library.pd_scratch_nbytes, library.pd_way):
                     function.argtypes = [_Pointer]
                     function.restype = _Int
                 library.pd_product.restype = None
-                _libraries[flags] = library
-        return _libraries[flags]
+                libraries[flags] = library
+        return libraries[flags]
 
 
 def _way(library: ctypes.CDLL, product: ProductCall) -> Way:
@@ -88,7 +88,7 @@ def _way(library: ctypes.CDLL, product: ProductCall) -> Way:
 
 def bf16_way(flags: tuple[str, ...] = build.FLAGS) -> Way | None:
     """Returns the way in which bfloat16 weights are multiplied here; None without kernels."""
-    library = _library(flags)
+    library = load_library(flags)
     if library is None:
         return None
     product = ProductCall(num_rows=1, form=_BF16.code, activations=_ACTIVATIONS["bfloat16"])
@@ -252,7 +252,7 @@ def _pack(
     activations: Activations,
     flags: tuple[str, ...],
 ) -> Linear | None:
-    library = _library(flags)
+    library = load_library(flags)
     if library is None:
         return None
     outputs, inputs = codes.shape

@@ -48,23 +48,23 @@ class EventPublisher:
         check_private(config, has_curve)
         self._nodes = Nodes(credentials, "", b"", b"")
         self._keys = KeyPair.of(read_node_keys(Path(credentials.node_key_file)).private[0]) if has_curve else None
-        self._context = zmq.Context()
+        self.context = zmq.Context()
         self._auth: ThreadAuthenticator | None = None
         if self._keys is not None:
-            self._auth = ThreadAuthenticator(self._context)
+            self._auth = ThreadAuthenticator(self.context)
             self._auth.start()
             self._auth.configure_curve_callback(domain="*", credentials_provider=self)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._queue: deque[tuple[int, msgspec.Struct]] = deque()
         self._topic = config.topic.encode()
         self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # (sequence number, batch)
-        self._replays = EventReplays(self._topic, self._past)
+        self.replays = EventReplays(self._topic, self._past)
         self._next = self._num_queued = 0
         # Counts of batches not queued, batches not sent, and times that a subscriber fell behind.
         self._num_lost = self._num_failed = self._num_slow = 0
         self._logged_s = -LOG_AGAIN_S
         self._stopping = self._is_broken = False
-        self._pub: Any = None
+        self.publisher: Any = None
         self._replay: Any = None
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -118,7 +118,7 @@ class EventPublisher:
 
     def _run(self) -> None:
         encoder = msgspec.msgpack.Encoder()
-        while not self._stopping or (self._queue and self._pub is not None):
+        while not self._stopping or (self._queue and self.publisher is not None):
             try:
                 self._turn(encoder)
             except Exception as error:  # the thread's outermost loop: an exception here would stop all events
@@ -131,43 +131,43 @@ class EventPublisher:
     def _turn(self, encoder: msgspec.msgpack.Encoder) -> None:
         if self._is_broken:
             self._reopen()
-        ready = dict(self._poller.poll(int((BIND_RETRY_S if self._replays.under_way else READ_AGAIN_S) * 1000)))
+        ready = dict(self._poller.poll(int((BIND_RETRY_S if self.replays.under_way else READ_AGAIN_S) * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
-        while self._queue and self._pub is not None:
+        while self._queue and self.publisher is not None:
             number, batch = self._queue.popleft()
             try:
-                self._send(number, encoder.encode(batch))
+                self.send(number, encoder.encode(batch))
             except Exception:
                 self._num_failed += 1
                 raise
-        if self._pub in ready:
+        if self.publisher in ready:
             self._read_subscriptions()
         if self._replay is not None:
             if self._replay in ready:
                 self._read_request()
-            self._replays.send(self._replay)
+            self.replays.send(self._replay)
         if self._auth is not None and self._nodes.read_again():
             log.info("reopening the connections for KV events, because the list of nodes has changed")
             self._reopen()
 
-    def _send(self, number: int, payload: bytes) -> None:
+    def send(self, number: int, payload: bytes) -> None:
         self._past.append((number, payload))
         frames = frames_of(self._topic, number, payload)
         if self._is_sent(frames):
             return
-        self._pub.getsockopt(zmq.EVENTS)  # libzmq then counts sent messages now, not up to a millisecond later
+        self.publisher.getsockopt(zmq.EVENTS)  # libzmq then counts sent messages now, not up to a millisecond later
         if self._is_sent(frames):
             return
         self._num_slow += 1
-        self._pub.setsockopt(zmq.XPUB_NODROP, 0)
-        self._pub.send_multipart(frames, zmq.NOBLOCK)
-        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        self.publisher.setsockopt(zmq.XPUB_NODROP, 0)
+        self.publisher.send_multipart(frames, zmq.NOBLOCK)
+        self.publisher.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _is_sent(self, frames: list[bytes]) -> bool:
         """Sends to all subscribers and returns True; or to none, and returns False, if a subscriber's queue is full."""
         try:
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
+            self.publisher.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -176,7 +176,7 @@ class EventPublisher:
         """Drains subscription messages from the XPUB; libzmq has already acted on them."""
         try:
             while True:
-                self._pub.recv(zmq.NOBLOCK)
+                self.publisher.recv(zmq.NOBLOCK)
         except zmq.Again:
             pass
 
@@ -189,12 +189,12 @@ class EventPublisher:
         if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_NBYTES:
             log.warning("a request for past KV events is not a number of %d bytes: ignored", SEQUENCE_NBYTES)
         else:
-            self._replays.begin(self._replay, client, int.from_bytes(frames[1], "big"))
+            self.replays.begin(self._replay, client, int.from_bytes(frames[1], "big"))
 
     def _open(self) -> None:
         config = self._config
-        self._pub = self._bound(zmq.XPUB, config.endpoint, config.hwm)
-        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        self.publisher = self._bound(zmq.XPUB, config.endpoint, config.hwm)
+        self.publisher.setsockopt(zmq.XPUB_NODROP, 1)
         if config.replay_endpoint is not None:
             self._replay = self._bound(zmq.ROUTER, config.replay_endpoint, config.hwm)
             # a full queue raises an error instead of losing the message
@@ -203,7 +203,7 @@ class EventPublisher:
     def _bound(self, kind: int, endpoint: str, hwm: int) -> Any:
         socket = None
         try:
-            socket = self._context.socket(kind)
+            socket = self.context.socket(kind)
             for option, value in (
                 (zmq.LINGER, 0),
                 (zmq.SNDHWM, hwm),
@@ -242,17 +242,17 @@ class EventPublisher:
                 time.sleep(BIND_RETRY_S)
 
     def _close_sockets(self) -> None:
-        for socket in (self._pub, self._replay):
+        for socket in (self.publisher, self._replay):
             if socket is not None:
                 self._poller.unregister(socket)
                 socket.close(linger=0)
-        self._pub = self._replay = None
-        self._replays.under_way.clear()
+        self.publisher = self._replay = None
+        self.replays.under_way.clear()
 
     def _end(self) -> None:
         if self._auth is not None:
             self._auth.stop()
-        self._context.destroy(linger=0)
+        self.context.destroy(linger=0)
         os.close(self._wake_fd)
         self._wake_fd = -1
 

@@ -93,7 +93,7 @@ class PayloadSender:
         self._context: Any = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._monitor: Any = None
-        self._keys = keys
+        self.keys = keys
 
     def connect(self, host: str, port: int, server_key: bytes, timeout_s: float) -> None:
         """Waits until the other end has proved this key and admitted this process's key. Raises PayloadError."""
@@ -103,7 +103,7 @@ class PayloadSender:
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * timeout_s))
         socket.curve_serverkey = z85.encode(server_key)
-        self._keys.put_on(socket)
+        self.keys.put_on(socket)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._monitor = socket.get_monitor_socket(events | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         try:

@@ -72,14 +72,14 @@ class OfflineService:
                 f"prefill {config.prefill}, decode {config.decode}: give both numbers, or neither for an engine in "
                 f"this process"
             )
-        self._parts = _Resources()
-        self._loop = self._parts.loop
-        atexit.register(self._parts.close)  # for a service that is still open at exit
-        weakref.finalize(self, self._parts.end).atexit = False  # for a service that is collected earlier
+        self.resources = _Resources()
+        self._loop = self.resources.loop
+        atexit.register(self.resources.close)  # for a service that is still open at exit
+        weakref.finalize(self, self.resources.end).atexit = False  # for a service that is collected earlier
         try:
             self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
-            self._parts.service = self.run(self._open(config))
+            self.resources.service = self.run(self._open(config))
             self.adapters = RequestedAdapters(config.engine.adapters, self.service.names.adapters, self._load_adapter)
         except BaseException:
             self.close()
@@ -87,7 +87,7 @@ class OfflineService:
 
     def _load_adapter(self, folder: AdapterFolder) -> None:
         """Loads an adapter. Raises ModelError, ConfigError, RequestError."""
-        match self._parts.backend:
+        match self.resources.backend:
             case LocalEngine() as engine:
                 self.run(engine.load_adapter(folder))
             case SplitCluster() as split:
@@ -96,15 +96,15 @@ class OfflineService:
     @property
     def weights(self) -> WeightCommands:
         """The commands that replace the weights."""
-        if self._parts.weights is None:
-            assert self._parts.backend is not None
-            self._parts.weights = WeightCommands(self.run, self._parts.backend, self.checkpoint.path)
-        return self._parts.weights
+        if self.resources.weights is None:
+            assert self.resources.backend is not None
+            self.resources.weights = WeightCommands(self.run, self.resources.backend, self.checkpoint.path)
+        return self.resources.weights
 
     @property
     def service(self) -> TextService:
-        assert self._parts.service is not None  # otherwise the constructor has raised
-        return self._parts.service
+        assert self.resources.service is not None  # otherwise the constructor has raised
+        return self.resources.service
 
     @property
     def is_closed(self) -> bool:
@@ -120,7 +120,7 @@ class OfflineService:
         """Returns a future of the result. Raises Closed after the end, and in a fork."""
         self._check_process(work)
         future = self._loop.start(work)
-        future.add_done_callback(lambda _: self._parts)  # keeps this object alive until the work is done
+        future.add_done_callback(lambda _: self.resources)  # keeps this object alive until the work is done
         return future
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
@@ -130,16 +130,16 @@ class OfflineService:
 
     def _check_process(self, work: Coroutine[Any, Any, Any] | None = None) -> None:
         """Raises Closed in a fork, which does not have the threads, so that a wait would never end."""
-        if not self._parts.is_own:
+        if not self.resources.is_own:
             if work is not None:
                 work.close()
             raise Closed(
-                f"this engine belongs to process {self._parts.pid}, the parent of this fork; make another one here"
+                f"this engine belongs to process {self.resources.pid}, the parent of this fork; make another one here"
             )
 
     def close(self) -> None:
         """Ends everything; further calls, and calls in a fork, do nothing."""
-        self._parts.close()
+        self.resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -161,10 +161,10 @@ class OfflineService:
             structured_outputs=config.structured_outputs,
         )
         if config.prefill:
-            split = self._parts.backend = SplitCluster(api, launch_of(config))
+            split = self.resources.backend = SplitCluster(api, launch_of(config))
             await split.start()
             return split.context.service()
-        local = self._parts.backend = LocalEngine(config.engine)
+        local = self.resources.backend = LocalEngine(config.engine)
         names = digests_of(config.engine.adapters, (config.engine.model, *api.model_names))
         served = service_config(api, self.checkpoint, names, config.engine.seed, b"")
         service = TextService(local.router, self.checkpoint, served)

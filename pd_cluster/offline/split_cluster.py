@@ -48,12 +48,12 @@ class SplitCluster:
     def __init__(self, config: ApiConfig, launch: Launch) -> None:
         self._config = config
         self._launch = launch
-        self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
+        self.folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
         self._ports = Reservations()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._working: list[asyncio.Task[None]] = []
-        self._preloader: LaunchPreloader | None = None
+        self.preloader: LaunchPreloader | None = None
         self._book: AdapterBook | None = None
         self._context: ServingContext[Membership] | None = None
 
@@ -63,9 +63,9 @@ class SplitCluster:
         return self._context
 
     async def start(self) -> None:
-        """Starts the processes; waits until a handover is possible. Raises ConfigError if a process ends earlier."""
-        self._preloader = LaunchPreloader(self._launch)
-        *workers, scheduler = plan_cluster(self._launch, self._folder, self._ports)
+        """Starts the processes; waits until a handover is possible. Raises ConfigError if a process ends before."""
+        self.preloader = LaunchPreloader(self._launch)
+        *workers, scheduler = plan_cluster(self._launch, self.folder, self._ports)
         for member in workers:
             self._spawn(member)
         place = find_place(scheduler.env)
@@ -112,14 +112,14 @@ class SplitCluster:
                 process.wait()
             if self._context is not None:
                 self._context.mailbox.close()
-            if self._preloader is not None:
-                self._preloader.close()
+            if self.preloader is not None:
+                self.preloader.close()
             self._ports.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def _running(self) -> list[subprocess.Popen[bytes]]:
-        return [process for process in self._processes.values() if process.poll() is None]
+        return [process for process in self.processes.values() if process.poll() is None]
 
     async def _until_ended(self, deadline_s: float) -> None:
         while self._running and time.monotonic() < deadline_s:
@@ -138,7 +138,7 @@ class SplitCluster:
                     await self.context.roster.change()
 
     def _raise_ended(self) -> None:
-        for name, process in self._processes.items():
+        for name, process in self.processes.items():
             if process.poll() is not None:
                 lines = self._log_file(name).read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
                 last = lines[-1].removeprefix("pd-cluster: ") if lines else "it said nothing"
@@ -155,13 +155,13 @@ class SplitCluster:
                     raise ConfigError(f"{prefill.name} and {decode.name} cannot be linked: {link.reason}")
 
     def _log_file(self, name: str) -> Path:
-        return self._folder / f"{name}.log"
+        return self.folder / f"{name}.log"
 
     def _spawn(self, member: Member) -> None:
-        assert self._preloader is not None
-        env, files = self._preloader.for_worker()
+        assert self.preloader is not None
+        env, files = self.preloader.for_worker()
         with self._log_file(member.name).open("wb") as lines:
-            self._processes[member.name] = subprocess.Popen(
+            self.processes[member.name] = subprocess.Popen(
                 member.command,
                 env={**without_keys(os.environ), **member.env, **env, KEEPS_MARKS: "1"},
                 pass_fds=files,

@@ -91,7 +91,7 @@ class SimulatedCluster:
         """Starts all instances at once. Returns when their links are up."""
         self.membership.term = lambda: None  # so that the list of peers is sent only once, not at each arrival
         for instance in self.membership.instances:
-            self._start(instance)
+            self.start_instance(instance)
         async with asyncio.timeout(LINKED_WITHIN_S):
             while not all(each.is_ready for each in self.membership.instances):
                 await self.membership.change()
@@ -110,7 +110,7 @@ class SimulatedCluster:
         prefills, decodes = ([each for each in instances if each.role == role] for role in ("prefill", "decode"))
         return all(sum(link.is_up for link in each.load.links.values()) >= len(decodes) for each in prefills)
 
-    def _start(self, instance: Instance) -> None:
+    def start_instance(self, instance: Instance) -> None:
         """Starts a life of an instance. The scheduler connects to it."""
         epoch = self._epochs[instance.name] = self._epochs.get(instance.name, 0) + 1
         info = self.assembly.info(instance.name, instance.role, epoch)
@@ -183,7 +183,7 @@ class SimulatedCluster:
             given: Role = "prefill" if name.startswith("prefill") else "decode"
             known = self._instance(name, role or given, len(self._epochs))
             self.membership.join(known)
-        self._start(known)
+        self.start_instance(known)
 
     def _slow(self, name: str, slowdown: float) -> None:
         self._slowdowns[name] = slowdown

@@ -148,7 +148,7 @@ class DevicePair:
             self._is_broken = True
             _release_quarantined()
             with _quarantine_lock:
-                _quarantine.extend((each.work, each.tensors) for each in self._under_way)
+                quarantine.extend((each.work, each.tensors) for each in self._under_way)
             device_group.abort(self._group, self.device, reason)
 
     def close(self) -> None:
@@ -184,10 +184,10 @@ class DeviceWork:
 
 
 # Work of aborted pairs that a device may still execute, with its staging buffers, which are kept until it has ended.
-_quarantine: list[tuple[Any, list[torch.Tensor]]] = []
+quarantine: list[tuple[Any, list[torch.Tensor]]] = []
 _quarantine_lock = threading.Lock()  # every link has its own thread
 
 
 def _release_quarantined() -> None:
     with _quarantine_lock:
-        _quarantine[:] = [(work, tensors) for work, tensors in _quarantine if not work.is_completed()]
+        quarantine[:] = [(work, tensors) for work, tensors in quarantine if not work.is_completed()]

@@ -70,13 +70,13 @@ class DistSender:
         self.name: TransportName = "dist" if backend == "gloo" else backend
         self.max_payload_nbytes = _most(backend)
         self.meeting = Meeting(place.connect_s, post)
-        self._place, self._pool = place, place.pool
+        self.place, self._pool = place, place.pool
         self._checksum = checksum if backend in IN_HOST_MEMORY else Checksum(is_on=False)
         self._transfer = timedelta(seconds=place.transfer_s)
         self._backend: Backend = backend
         self._copies = Copies(place.pool.device, place.transfer_s)
         self._group_name = secrets.token_hex(16)
-        self._group: Any = None
+        self.group: Any = None
         self._staging: Staging | None = None
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # each work with the buffer that it reads
 
@@ -85,10 +85,10 @@ class DistSender:
         return GroupOffer(self._group_name, self._backend, uuid).offer(self.name)
 
     def open(self, peer: KVLayout) -> None:
-        route = PoolRoute(self._pool.layout, peer, self._place.wants_int8)
+        route = PoolRoute(self._pool.layout, peer, self.place.wants_int8)
         self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._staging.warm()
-        self._group = make_group(self._backend, self.meeting, self._group_name, SENDER, _pair_endpoint(self._place))
+        self.group = make_group(self._backend, self.meeting, self._group_name, SENDER, _pair_endpoint(self.place))
 
     def prepare(self, piece: KVPiece) -> Prepared:
         assert self._staging is not None
@@ -101,15 +101,15 @@ class DistSender:
             if len(self._under_way) == NUM_UNDER_WAY:
                 self._under_way.popleft()[0].wait(self._transfer)
             with self._copies.launch():  # so that the device sends after it has packed
-                work = self._group.send([prepared.payload], RECEIVER, _tag(sequence))
+                work = self.group.send([prepared.payload], RECEIVER, _tag(sequence))
         except RuntimeError as error:
             raise LinkError(f"sending KV cache failed: {first_line(error)}", retry=True) from error
         self._under_way.append((work, prepared.payload))
 
     def close(self) -> None:
-        close_group(self._group)
+        close_group(self.group)
         self._copies.drain()
-        self._group = None
+        self.group = None
         self._under_way.clear()
 
 
@@ -120,7 +120,7 @@ class DistReceiver:
         self.meeting = Meeting(place.connect_s, post)
         self._offer = decode_offer(peer.offer, GroupOffer)
         self._backend = _backend_of(self.name)
-        self._place, self._pool = place, place.pool
+        self.place, self._pool = place, place.pool
         self._checksum = checksum
         self.route = PoolRoute(peer.layout, place.pool.layout, place.wants_int8)
         self.copies = Copies(place.pool.device, place.transfer_s)
@@ -129,15 +129,13 @@ class DistReceiver:
         self._announced: deque[tuple[int, KVChunk]] = deque()  # payloads that wait for a free buffer
         # The sequence number, the work (None once done), the buffer, and the payload's part of the buffer.
         self._under_way: deque[tuple[int, Any, torch.Tensor, torch.Tensor]] = deque()
-        self._group: Any = None
+        self.group: Any = None
 
     def open(self) -> None:
         if problem := _why_no_pair(self.name, self._offer, self._pool.device):
             raise LinkError(problem)
         self._staging.warm()
-        self._group = make_group(
-            self._backend, self.meeting, self._offer.address, RECEIVER, _pair_endpoint(self._place)
-        )
+        self.group = make_group(self._backend, self.meeting, self._offer.address, RECEIVER, _pair_endpoint(self.place))
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
         self._announced.append((sequence, chunk))
@@ -157,7 +155,7 @@ class DistReceiver:
         self._under_way[0] = (expected, None, buffer, payload)
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
-        self.arrive(sequence, chunk, self._place.transfer_s)
+        self.arrive(sequence, chunk, self.place.transfer_s)
         _, _, buffer, payload = self._under_way.popleft()
         try:
             if into is not None:
@@ -174,9 +172,9 @@ class DistReceiver:
         self._staging.unpack(payload, chunk.piece, into)
 
     def close(self) -> None:
-        close_group(self._group)
+        close_group(self.group)
         self.copies.drain()
-        self._group = None
+        self.group = None
         self._under_way.clear()
 
     def _start(self) -> None:
@@ -191,7 +189,7 @@ class DistReceiver:
                     if len(buffer) < chunk.nbytes:
                         buffer = self._staging.buffer(chunk.nbytes)
                     payload = buffer[: chunk.nbytes]
-                    work = self._group.recv([payload], SENDER, _tag(sequence))
+                    work = self.group.recv([payload], SENDER, _tag(sequence))
             except RuntimeError as error:
                 raise LinkError(f"receiving KV cache failed: {first_line(error)}", retry=True) from error
             self._under_way.append((sequence, work, buffer, payload))
@@ -241,10 +239,10 @@ def ends(name: TransportName, place: LinkContext) -> DistEnds:
 class DistEnds:
     def __init__(self, name: TransportName, place: LinkContext) -> None:
         self._backend = _backend_of(name)
-        self._place = place
+        self.place = place
 
     def sender(self, checksum: Checksum, post: PostKey) -> KVSender:
-        return DistSender(self._place, checksum, post, self._backend)
+        return DistSender(self.place, checksum, post, self._backend)
 
     def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
-        return DistReceiver(self._place, peer, checksum, post)
+        return DistReceiver(self.place, peer, checksum, post)

@@ -27,7 +27,7 @@ _pools: WeakValueDictionary[str, KVPool] = WeakValueDictionary()  # by the name 
 class LocalReceiver(OneSidedReceiver):
     name: TransportName = "local"
 
-    def _source(self) -> Memory:
+    def source(self) -> Memory:
         source = _pools.get(self._offer.address)
         if source is None:
             raise LinkError("the prefill instance is in another process")

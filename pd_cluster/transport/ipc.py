@@ -93,7 +93,7 @@ class IpcReceiver(OneSidedReceiver):
             self._peer.close()
             self._peer = None
 
-    def _source(self) -> Memory:
+    def source(self) -> Memory:
         self._check_device()
         layout = self.route.source
         way = type(self._pool.memory)  # P's memory has the same class, because both devices are of one kind

@@ -25,7 +25,7 @@ class Copies:
     def __init__(self, device: Device, settle_s: float = SETTLE_S) -> None:
         self._stream = CopyStream(device)
         self._settle_s = settle_s
-        self._last: Marker = REACHED
+        self.last: Marker = REACHED
 
     def after(self, marker: Marker) -> None:
         """Delays later launches until the marker is reached, without blocking the host."""
@@ -38,7 +38,7 @@ class Copies:
             try:
                 yield
             finally:  # also after an error, because earlier launches are under way
-                self._last = self._stream.mark()
+                self.last = self._stream.mark()
 
     @contextlib.contextmanager
     def as_current(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class Copies:
     def settle(self) -> None:
         """Waits until all launched copies have ended. Raises LinkError."""
         try:
-            if self._last.wait(self._settle_s):
+            if self.last.wait(self._settle_s):
                 return
         except RuntimeError as error:
             raise LinkError(f"copying KV cache on the device failed: {first_line(error)}", retry=True) from error
@@ -58,6 +58,6 @@ class Copies:
     def drain(self) -> None:
         """Waits like `settle`, but without a limit, because other requests get the blocks afterwards."""
         try:
-            self._last.wait()
+            self.last.wait()
         except RuntimeError as error:  # the device is unusable and writes no more
             log.error("copying KV cache on the device failed: %s", first_line(error))

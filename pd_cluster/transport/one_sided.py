@@ -78,7 +78,7 @@ class OneSidedReader:
     """Copies from P's pool, once D can read it: `source` [num_blocks + NUM_EXTRA_BLOCKS, …]."""
 
     def __init__(self, source: Memory, route: PoolRoute, pool: KVPool, checksum: Checksum, copies: Copies) -> None:
-        self._source, self._route = source, route
+        self.source, self._route = source, route
         self._pool = pool
         self._checksum = checksum
         self._copies = copies
@@ -86,7 +86,7 @@ class OneSidedReader:
     def receive(self, chunk: KVChunk, into: list[int]) -> None:
         """Copies a chunk into blocks. Raises TransferFailed."""
         piece, route = chunk.piece, self._route
-        if not all(is_block(block, len(self._source)) for block in piece.block_ids):
+        if not all(is_block(block, len(self.source)) for block in piece.block_ids):
             raise TransferFailed("a header names a block outside the prefill instance's pool")
         if chunk.nbytes != route.payload_nbytes(piece):
             raise TransferFailed(f"a header announces {chunk.nbytes} bytes for {route.payload_nbytes(piece)}")
@@ -104,9 +104,9 @@ class OneSidedReader:
         """Copies a piece. `Confirm` proves that the source did not change in the meantime; the checksum does not."""
         target = self._pool.memory
         if self._route.is_verbatim:
-            target.copy_from(self._source, piece, into, seen)
+            target.copy_from(self.source, piece, into, seen)
             return
-        payload = pack(self._source, piece, self._route)
+        payload = pack(self.source, piece, self._route)
         if seen is not None:
             seen(payload)
         unpack(payload, piece, self._route, target, into)
@@ -131,10 +131,10 @@ class OneSidedReceiver(abc.ABC):
     def open(self) -> None:
         with self.copies.launch():
             self._pool.memory.warm()
-        self._reader = OneSidedReader(self._source(), self.route, self._pool, self._checksum, self.copies)
+        self._reader = OneSidedReader(self.source(), self.route, self._pool, self._checksum, self.copies)
 
     @abc.abstractmethod
-    def _source(self) -> Memory:
+    def source(self) -> Memory:
         """Returns P's pool, [num_blocks + NUM_EXTRA_BLOCKS, …]. Raises LinkError."""
 
     def expect(self, sequence: int, chunk: KVChunk) -> None: ...  # noqa: B027  (`receive` reads it)

@@ -155,7 +155,7 @@ class ReceiveThread:
         self._impossible = choice.impossible
         self._link_id = link_id
         self._receivers = choice.receivers
-        self._receiver: KVReceiver | None = None
+        self.receiver: KVReceiver | None = None
         self._probe = probe
         self._incoming = Incoming(opener)
         self._opener = opener
@@ -163,11 +163,11 @@ class ReceiveThread:
         self._connect_timeout_s = connect_timeout_s
         self._geometry = Geometry.of(probe.source, probe.pool.layout)
         self._lander: Lander | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kv-receive {context.conn}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"kv-receive {context.conn}", daemon=True)
 
     def start(self) -> None:
         """Starts the thread. Call this once frames of the connection reach `put`, because P answers with frames."""
-        self._thread.start()
+        self.thread.start()
 
     @property
     def received_nbytes(self) -> int:
@@ -180,7 +180,7 @@ class ReceiveThread:
     @property
     def precision(self) -> str:
         """Returns the precision of KV that lands over this link, once the link is ready. "": exact."""
-        return self._receiver.route.precision if self._receiver is not None else ""
+        return self.receiver.route.precision if self.receiver is not None else ""
 
     # ---- called by other threads
 
@@ -218,7 +218,7 @@ class ReceiveThread:
         works = self._open()
         while True:
             try:
-                item = self._incoming.next(self._receiver if works else None, None)
+                item = self._incoming.next(self.receiver if works else None, None)
             except LinkError as error:
                 works = works and self._fail(str(error))
                 continue
@@ -229,8 +229,8 @@ class ReceiveThread:
                 self._report(self._lander.forget(item.transfer_id) if self._lander else Drained(item.transfer_id))
             elif works:
                 works = self._land(*item)
-        if self._receiver is not None:
-            self._receiver.close()
+        if self.receiver is not None:
+            self.receiver.close()
 
     def _open(self) -> bool:
         failures, retry = list(self._impossible), False
@@ -252,7 +252,7 @@ class ReceiveThread:
                 receiver.close()
                 continue
             lander = Lander(receiver, self._geometry, self._note, self._clear_others if self._is_short else None)
-            self._receiver, self._lander = receiver, lander
+            self.receiver, self._lander = receiver, lander
             self._post(wire.LinkReady(self._link_id, receiver.name, receiver.route.precision, self._lane))
             return True
         self._post(wire.LinkRefused(self._link_id, "; ".join(failures), retry))
@@ -265,8 +265,8 @@ class ReceiveThread:
 
     def _clear_others(self, blocks: list[int]) -> None:
         """Clears these blocks in the layers that are not transferred, so that no other request's KV remains in them."""
-        assert self._receiver is not None
-        with self._receiver.copies.launch():
+        assert self.receiver is not None
+        with self.receiver.copies.launch():
             self._probe.pool.clear(blocks, self._geometry.num_layers)
 
     def _await_probe(self, receiver: KVReceiver) -> None:
@@ -295,11 +295,11 @@ class ReceiveThread:
 
     def _land(self, sequence: int, header: wire.KVHeader) -> bool:
         """Lands a frame. Returns False if the link is unusable; the thread then only reports `Drained`."""
-        assert self._receiver is not None
+        assert self.receiver is not None
         assert self._lander is not None
         try:
             if isinstance(header, wire.KVProbe):
-                self._check_probe(self._receiver, sequence, header)
+                self._check_probe(self.receiver, sequence, header)
                 return True
             event: LinkEvent | None = self._lander.land(sequence, header)
         except (LinkError, TransferFailed) as error:
@@ -316,9 +316,9 @@ class ReceiveThread:
 
         Returns False if the link is unusable.
         """
-        assert self._receiver is not None
+        assert self.receiver is not None
         try:
-            self._receiver.copies.settle()
+            self.receiver.copies.settle()
         except LinkError as error:
             return self._fail(str(error))
         except Exception as error:  # otherwise the blocks of an abandoned transfer would never be freed

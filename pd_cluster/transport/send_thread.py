@@ -50,7 +50,7 @@ class SendThread:
         self._conn, self._post, self._report, self._note = context.conn, context.post, context.report, context.note
         self._device = pool.device
         self._written = mark(pool.device)
-        self._senders = {sender.name: sender for sender in senders}
+        self.senders = {sender.name: sender for sender in senders}
         self._sender: KVSender | None = None
         self._sealer = sealer
         self._probe_block = pool.probe_block
@@ -61,17 +61,17 @@ class SendThread:
         self.probe_seed = pool.probe_seed
         self.max_payload_nbytes = 0  # of the open transport
         self.sent_nbytes = 0
-        self._thread = threading.Thread(target=self._run, name=f"kv-send {context.conn}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"kv-send {context.conn}", daemon=True)
+        self.thread.start()
 
     @property
     def offers(self) -> list[wire.TransportOffer]:
-        return [sender.offer() for sender in self._senders.values()]
+        return [sender.offer() for sender in self.senders.values()]
 
     @property
     def max_payloads(self) -> dict[wire.TransportName, int]:
         """Returns the largest payload in bytes, by transport."""
-        return {name: sender.max_payload_nbytes for name, sender in self._senders.items()}
+        return {name: sender.max_payload_nbytes for name, sender in self.senders.items()}
 
     def meet(self, value: wire.LinkValue) -> None:
         """Stores a key from the other end.
@@ -126,22 +126,22 @@ class SendThread:
                 log.exception("link %s: its sending thread failed", self._conn)
                 self._report(LinkFailed(self._conn, f"internal error: {error}"))
                 break
-        for sender in self._senders.values():
+        for sender in self.senders.values():
             sender.close()
 
     def _open(self, transport: wire.TransportName, own: KVLayout, peer: KVLayout) -> None:
-        if transport not in self._senders:
+        if transport not in self.senders:
             raise LinkError(f"the decode instance chose {transport}, which was not offered")
-        self._sender = self._senders[transport]
+        self._sender = self.senders[transport]
         self._written.wait()
         try:
             self._sender.open(peer)
         except LinkError as error:
-            if len(self._senders) == 1:
+            if len(self.senders) == 1:
                 raise
             log.warning("link %s: %s does not open: %s", self._conn, transport, error)
             self._sender.close()  # D gets no probe over it, and chooses another transport
-            del self._senders[transport]
+            del self.senders[transport]
             self._sender = None
             return
         self.max_payload_nbytes = self._sender.max_payload_nbytes
@@ -151,9 +151,9 @@ class SendThread:
         self._probe()
 
     def _settle(self) -> None:
-        for sender in [each for each in self._senders.values() if each is not self._sender]:
+        for sender in [each for each in self.senders.values() if each is not self._sender]:
             sender.close()
-            del self._senders[sender.name]
+            del self.senders[sender.name]
 
     def _probe(self) -> None:
         sender = self._opened()

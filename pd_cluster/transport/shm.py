@@ -43,7 +43,7 @@ class ShmReceiver(OneSidedReceiver):
 
     name: TransportName = "shm"
 
-    def _source(self) -> Memory:
+    def source(self) -> Memory:
         with unix_server.connect(self._offer.address, "shared memory", self._place.connect_s) as peer:
             try:
                 _, fds, _, _ = socket.recv_fds(peer, 2, 1)

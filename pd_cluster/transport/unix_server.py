@@ -29,9 +29,9 @@ class UnixServer(abc.ABC):
     def __init__(self, keeps: bool = False) -> None:
         self.name = f"pd-cluster-kv-{secrets.token_hex(16)}"
         self._kept: deque[socket.socket] | None = deque(maxlen=MAX_KEPT) if keeps else None
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(128)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(f"\0{self.name}")
+        self.listener.listen(128)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kv-pool-server", daemon=True)
         self._thread.start()
@@ -39,8 +39,8 @@ class UnixServer(abc.ABC):
     def close(self) -> None:
         self._closing.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
         self._thread.join(timeout=5)
         for peer in self._kept or ():
             peer.close()
@@ -52,7 +52,7 @@ class UnixServer(abc.ABC):
     def _serve(self) -> None:
         while True:
             try:
-                peer, _ = self._listener.accept()
+                peer, _ = self.listener.accept()
             except OSError:  # the listener is closed, or no descriptor is free at the moment
                 if self._closing.wait(ACCEPT_PAUSE_S):
                     return

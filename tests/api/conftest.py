@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -30,11 +30,6 @@ SCRIPTED_FLAGS = [
     *("--max-model-len=4096", "--num-blocks=600", "--enable-auto-tool-choice", "--resume-window=30"),
 ]
 SCRIPTED_PARSERS = ["--tool-call-parser=hermes", "--reasoning-parser=qwen3"]
-
-
-@pytest.fixture(scope="session")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
 
 
 @pytest.fixture(scope="session")
@@ -93,3 +88,20 @@ def scripted(scripted_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     flags = [*SCRIPTED_FLAGS, *SCRIPTED_PARSERS]
     with LiveCluster(tmp_path_factory.mktemp("scripted"), scripted_model, arguments=flags) as running:
         yield running
+
+
+def client_of(cluster: LiveCluster, name: str) -> openai.OpenAI:
+    """Makes OpenAI's client with the key of this tenant."""
+    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[name], max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def one(guarded: LiveCluster) -> Iterator[openai.OpenAI]:
+    with client_of(guarded, "one") as client:
+        yield client
+
+
+@pytest.fixture
+def two(guarded: LiveCluster) -> Iterator[openai.OpenAI]:
+    with client_of(guarded, "two") as client:
+        yield client

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
+from tests.api.test_beam_requests import ids_of
 from tests.support.cluster import LiveCluster
 from tests.support.sse import chunks_of
 
@@ -26,11 +27,6 @@ BODY: dict[str, Any] = {
 def post(cluster: LiveCluster, **fields: Any) -> dict[str, Any]:
     data: dict[str, Any] = cluster.ask("/v1/completions", {**BODY, **fields})
     return data
-
-
-def ids_of(data: dict[str, Any]) -> list[list[int]]:
-    assert [choice["index"] for choice in data["choices"]] == list(range(len(data["choices"])))
-    return [choice["token_ids"] for choice in data["choices"]]
 
 
 @pytest.mark.parametrize("n", [1, 10])
@@ -92,24 +88,15 @@ def test_some_end_at_token_one_and_others_go_on(cluster: LiveCluster) -> None:
 
 
 def test_a_stop_string_ends_only_its_own_choice(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    allowed = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"]}
-    full = [choice["text"] for choice in post(cluster, n=6, temperature=2, **allowed)["choices"]]
-    stop = full[2][4:6]
-    choices = post(cluster, n=6, temperature=2, stop=stop, **allowed)["choices"]
-    for choice, whole in zip(choices, full, strict=True):
-        assert choice["text"] == (whole[: whole.index(stop)] if stop in whole else whole)
-        assert choice["finish_reason"] == ("stop" if stop in whole else "length")
-    assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
-    cluster.assert_home()
-
-
-def test_a_stop_string_in_token_one(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    """A choice ends while the others are still being handed over."""
+    """A stop string in token one ends a choice while the others are still being handed over."""
     allowed = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"], "temperature": 2}
     full = [choice["text"] for choice in post(cluster, n=6, **allowed)["choices"]]
-    stop = full[3][0]
-    for choice, whole in zip(post(cluster, n=6, stop=stop, **allowed)["choices"], full, strict=True):
-        assert choice["text"] == (whole[: whole.index(stop)] if stop in whole else whole)
+    for stop in (full[2][4:6], full[3][0]):
+        choices = post(cluster, n=6, stop=stop, **allowed)["choices"]
+        for choice, whole in zip(choices, full, strict=True):
+            assert choice["text"] == (whole[: whole.index(stop)] if stop in whole else whole)
+            assert choice["finish_reason"] == ("stop" if stop in whole else "length")
+        assert "stop" in {choice["finish_reason"] for choice in choices}
     assert post(cluster, n=6, stop=list("abcdefgh"), **allowed)["usage"]["completion_tokens"] == 6
     cluster.assert_home()
 

@@ -33,22 +33,6 @@ DEADLINE_S = 60.0
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
-def client_of(cluster: LiveCluster, name: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[name], max_retries=0, timeout=60)
-
-
-@pytest.fixture
-def one(guarded: LiveCluster) -> Iterator[openai.OpenAI]:
-    with client_of(guarded, "one") as client:
-        yield client
-
-
-@pytest.fixture
-def two(guarded: LiveCluster) -> Iterator[openai.OpenAI]:
-    with client_of(guarded, "two") as client:
-        yield client
-
-
 def lines(number: int, url: str = CHAT_URL, **fields: Any) -> bytes:
     found = [
         {

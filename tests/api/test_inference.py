@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.asking import post, right
 from tests.support.cluster import LiveCluster
 from tests.support.sse import chunks_of
 
@@ -22,15 +23,6 @@ DIGIT_SCHEMA = {
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 PROMPT = [7, 8, 9, 10, 11]
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-def post(cluster: LiveCluster, path: str, **body: Any) -> httpx.Response:
-    return cluster.client.post(f"{cluster.url}{path}", json=body)
-
-
-def right(answer: httpx.Response) -> Any:
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def error_of(answer: httpx.Response) -> tuple[int, str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -10,23 +9,13 @@ import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from tests.api.conftest import KEYS
+from tests.api.conftest import KEYS, client_of
 from tests.support.cluster import LiveCluster
 from tests.support.kept import ids_in
 
 ITEMS: TypeAdapter[Any] = TypeAdapter(list[ResponseItem])
 NUM_TRIES = 6  # enough new connections for both processes
 HELLO: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 8, "temperature": 0}
-
-
-def client_of(cluster: LiveCluster, name: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[name], max_retries=0, timeout=60)
-
-
-@pytest.fixture
-def one(guarded: LiveCluster) -> Iterator[openai.OpenAI]:
-    with client_of(guarded, "one") as client:
-        yield client
 
 
 def kept_ids(cluster: LiveCluster) -> list[str]:

@@ -7,12 +7,12 @@ import io
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
 
 from pd_cluster.text.tokenizer import Tokenizer
+from tests.support.asking import post, right
 from tests.support.checkpoints import reference_model
 from tests.support.cluster import LiveCluster
 from tests.support.sse import chunks_of
@@ -21,15 +21,6 @@ PROMPT = [7, 8, 9, 10, 11]
 NAMED = [100, 20, 60]  # unsorted and unlikely tokens
 EXACT = 2e-4
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-def post(cluster: LiveCluster, path: str, **body: Any) -> httpx.Response:
-    return cluster.client.post(f"{cluster.url}{path}", json=body)
-
-
-def right(answer: httpx.Response) -> Any:
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def reference(model: Path, token_ids: list[int]) -> torch.Tensor:

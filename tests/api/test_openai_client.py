@@ -18,6 +18,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 from ranktable_tools.cluster_keys import SECRET_FILE, read_secret
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
+from tests.support.start_servers import document_body
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 24}
@@ -103,24 +104,10 @@ def test_too_long_a_prompt_says_so(client: openai.OpenAI) -> None:
 # ---- the reference document
 
 
-def reference_body(model: str) -> dict[str, Any]:
-    """Returns the body of step 9 of the reference document."""
-    return {
-        "model": model,
-        "messages": [{"role": "user", "content": "hello"}],
-        "max_tokens": 100,
-        "top_k": -1,
-        "top_p": 1,
-        "temperature": 0,
-        "ignore_eos": False,
-        "stream": False,
-    }
-
-
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 def test_the_reference_documents_curl(cluster: LiveCluster, client: openai.OpenAI, model: Path) -> None:
     url = f"{cluster.url}/v1/chat/completions"
-    body = json.dumps(reference_body(str(model)))
+    body = json.dumps(document_body(str(model)))
     command = ["curl", "-sS", "--noproxy", "*", "-X", "POST", url, "-H", "Content-Type: application/json", "-d", body]
     done = subprocess.run(command, capture_output=True, timeout=60, check=True)
     answer = json.loads(done.stdout)
@@ -134,9 +121,9 @@ def test_the_reference_documents_curl(cluster: LiveCluster, client: openai.OpenA
 
 def test_the_model_is_the_served_name_or_the_path_or_left_out(cluster: LiveCluster, model: Path) -> None:
     url = f"{cluster.url}/v1/chat/completions"
-    named = {name: cluster.client.post(url, json=reference_body(name)).json() for name in ("tiny", str(model))}
+    named = {name: cluster.client.post(url, json=document_body(name)).json() for name in ("tiny", str(model))}
     assert [answer["model"] for answer in named.values()] == list(named)
-    body = reference_body("")
+    body = document_body("")
     assert cluster.client.post(url, json=body).status_code == 404
     del body["model"]
     assert cluster.client.post(url, json=body).json()["model"] == "tiny"

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
+from tests.support.asking import post, right
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
 from tests.support.sse import chunks_of
@@ -21,15 +22,6 @@ WEATHER = {
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 QWEN3 = FAMILIES["qwen3"]
-
-
-def post(cluster: LiveCluster, path: str, **body: Any) -> httpx.Response:
-    return cluster.client.post(f"{cluster.url}{path}", json=body)
-
-
-def right(answer: httpx.Response) -> Any:
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def refused(answer: httpx.Response) -> dict[str, Any]:

@@ -5,23 +5,14 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
+from tests.support.asking import post, right
 from tests.support.cluster import LiveCluster
 
 TEXTS = ["The sea is wide.", "Stones sink", "word " * 30]
-
-
-def post(cluster: LiveCluster, path: str, **body: Any) -> httpx.Response:
-    return cluster.client.post(f"{cluster.url}{path}", json=body)
-
-
-def right(answer: httpx.Response) -> Any:
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def vectors(cluster: LiveCluster, texts: list[Any], **more: Any) -> list[list[float]]:

@@ -27,11 +27,6 @@ Checkpoints = Callable[..., Path]
 NUM_REQUESTS, CONCURRENCY = 100, 16
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Checkpoints) -> Path:
-    return checkpoint("llama")
-
-
 SHM = ["--preemption-mode=recompute", "--kv-transport=shm"]
 DIST = ["--preemption-mode=swap", "--kv-transport=dist"]
 BOTH = {"prefill-0": SHM[:1], "prefill-1": DIST[:1], "decode-0": SHM[:1], "decode-1": DIST}  # shm is the default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +18,6 @@ from tests.support.engines import assert_all_same, random_prompt
 SHIM = Path(__file__).parents[1] / "support" / "ahead_shim"
 MAX_TOKENS = 12
 FLAGS = ["--spawn", "--block-size=16", "--max-num-batched-tokens=40", "--num-blocks=128"]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 QUICK = ("kv --quick --transports=shm --rounds=1",)
 SLOW = (
-    "batches --quick",
     "engine --quick --threads=1",
     "engine --parts=unit --quick",
     "engine --shape=hybrid-1B --quick --threads=1 --rounds=1",
     "engine --shape=mla-1B --quick --threads=1 --rounds=1",
     "engine --shape=moe-1B --quick --threads=1 --rounds=1",
     "faults --quick",
-    "faults --quick --units",
     "faults --quick --faults=resets,aborts,slow-readers",
     "hog --seconds=2 --attacks=guides",
     "lora --quick --rounds=1 --threads=1",

@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 import time
@@ -17,7 +16,7 @@ import pytest
 
 from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
-from tests.support.netns import CannotMakeNamespaces, Network, SpreadCluster
+from tests.support.netns import Network, SpreadCluster, visited
 from tests.support.nixl import needs_nixl
 from tests.support.traffic import Ask, Judge, Outcome, Traffic, make_asks
 
@@ -206,13 +205,7 @@ def test_a_prefill_instance_that_stood_still_serves_as_soon_as_it_is_ready(model
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """Yields a network of three hosts and the hub, with this thread on the hub."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(Network(["left", "right", "far"]))
-        except CannotMakeNamespaces as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        stack.enter_context(made.visit())
+    with visited(["left", "right", "far"]) as made:
         yield made
 
 

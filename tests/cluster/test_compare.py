@@ -13,6 +13,7 @@ import pytest
 
 from pd_cluster.bench.load.guidellm_process import INSTALL
 from pd_cluster.bench.process_times import family
+from tests.support.held import runs
 
 VARIABLE = "PD_CLUSTER_TEST_GUIDELLM"
 GUIDELLM = os.environ.get(VARIABLE, "")
@@ -94,16 +95,9 @@ def test_sigterm_ends_all_that_was_started(tmp_path: Path) -> None:
         comparing.kill()
         comparing.wait()
     until_s = time.monotonic() + 10
-    while left := [pid for pid in started if _runs(pid)]:
+    while left := [pid for pid in started if runs(pid)]:
         assert time.monotonic() < until_s, left
         time.sleep(0.05)
     shown = (tmp_path / "out").read_text()
     assert "ended by SIGTERM; nothing was measured" in shown
     assert "Traceback" not in shown
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -63,36 +63,32 @@ def test_random_traffic_is_exact_while_cores_change_hands(cluster: LiveCluster, 
     cluster.assert_home()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
-def test_a_killed_rank_leaves_nothing_taken(cluster: LiveCluster, model: Path, name: str) -> None:
-    """Kills a computing or idle rank while ranks use each other's cores; its cores become free."""
+def test_a_rank_that_is_lost_holds_nobody_up(
+    cluster: LiveCluster, model: Path, name: str, number: signal.Signals
+) -> None:
+    """Kills or stops a computing or idle rank while ranks use each other's cores: other streams end.
+
+    A killed rank's cores become free; a stopped one takes part again once it is continued.
+    """
     expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
     streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(2)]
     tokens = [stream.some() for stream in streams]
-    cluster.kill_rank(name)
-    cluster.await_exit(name)
-    for own, stream in zip(tokens, streams, strict=True):
-        assert own + stream.to_the_end()[0] == expected
-    cluster.start_member(name)
-    cluster.await_ready()
-    complete_all(cluster, model, seed=2, num_requests=8)
-    cluster.assert_home()
-
-
-@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
-def test_a_rank_that_stands_still_holds_nobody_up(cluster: LiveCluster, model: Path, name: str) -> None:
-    """With a rank stopped during or between steps, other streams end; once continued, it takes part again."""
-    expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
-    streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(2)]
-    tokens = [stream.some() for stream in streams]
-    cluster.kill_rank(name, signal.SIGSTOP)
+    cluster.kill_rank(name, number)
     try:
+        if number == signal.SIGKILL:
+            cluster.await_exit(name)
         for own, stream in zip(tokens, streams, strict=True):
             assert own + stream.to_the_end()[0] == expected
     finally:
-        cluster.kill_rank(name, signal.SIGCONT)
+        if number == signal.SIGSTOP:
+            cluster.kill_rank(name, signal.SIGCONT)
+    if number == signal.SIGKILL:
+        cluster.start_member(name)
+        cluster.await_ready()
     cluster.wait_until("the cluster is whole again", cluster.is_whole)
-    complete_all(cluster, model, seed=3, num_requests=8)
+    complete_all(cluster, model, seed=2, num_requests=8)
     cluster.assert_home()
 
 

@@ -51,11 +51,6 @@ class ScatteredCluster(LiveCluster):
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Checkpoints) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("USE_OPENAI", raising=False)

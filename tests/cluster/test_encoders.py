@@ -31,7 +31,7 @@ from tests.cluster.test_pictures import (
 from tests.support import picture_kinds
 from tests.support.clips import make_seer
 from tests.support.cluster import LiveCluster
-from tests.support.netns import CannotMakeNamespaces, Network, SpreadCluster
+from tests.support.netns import SpreadCluster, visited
 from tests.support.pictures import picture
 
 ROOM = ["--num-blocks=256", "--max-model-len=1800"]
@@ -287,28 +287,25 @@ def test_sleep_roles_and_a_drain(model: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_between_hosts_and_a_cut_cable(model: Path, tmp_path: Path) -> None:
     """An encoder on another host sends features encrypted; if it is cut off, requests wait but stay exact."""
-    try:
-        with Network(["left", "right"]) as network, network.visit():
-            where = {"prefill-0": "left", "decode-0": "left", "encode-0": "right"}
-            with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, *ROOM]) as cluster:
-                links = cluster.instance("prefill-0")["links"]
-                assert sorted(links.values()) == ["up (curve)", "up (shm)"]
-                assert_exact(cluster, model)
-                counted(cluster, "images_from_encoders", "prefill-0", 5)
-                stop_rank(cluster, signal.SIGSTOP)
-                parts = [picture(81), "x", picture(82)]
-                stream = begun(cluster, parts)
-                network.pull("right")
-                stop_rank(cluster, signal.SIGCONT)
-                assert stream.end() == expected(model, *parts)
-                counted(cluster, "encoder_fallbacks", "prefill-0", 2)
-                network.plug("right")
-                cluster.wait_until("it is linked again", lambda: linked(cluster), 60)
-                assert_answers(cluster, model, "y", picture(83))
-                counted(cluster, "encoder_fallbacks", "prefill-0", 2)
-                cluster.assert_home()
-    except CannotMakeNamespaces as error:
-        pytest.skip(f"this machine has no network namespaces: {error}")
+    with visited(["left", "right"]) as network:
+        where = {"prefill-0": "left", "decode-0": "left", "encode-0": "right"}
+        with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, *ROOM]) as cluster:
+            links = cluster.instance("prefill-0")["links"]
+            assert sorted(links.values()) == ["up (curve)", "up (shm)"]
+            assert_exact(cluster, model)
+            counted(cluster, "images_from_encoders", "prefill-0", 5)
+            stop_rank(cluster, signal.SIGSTOP)
+            parts = [picture(81), "x", picture(82)]
+            stream = begun(cluster, parts)
+            network.pull("right")
+            stop_rank(cluster, signal.SIGCONT)
+            assert stream.end() == expected(model, *parts)
+            counted(cluster, "encoder_fallbacks", "prefill-0", 2)
+            network.plug("right")
+            cluster.wait_until("it is linked again", lambda: linked(cluster), 60)
+            assert_answers(cluster, model, "y", picture(83))
+            counted(cluster, "encoder_fallbacks", "prefill-0", 2)
+            cluster.assert_home()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.cluster.test_death import NUM_TOKENS, PROMPT, caught
 from tests.cluster.test_lora_runtime import Served
 from tests.support.adapted_asks import AtOnce, assert_own_tokens, completing, naming
-from tests.support.adapters import loaded, make_adapter, merged
+from tests.support.adapters import loaded, merged_models
 from tests.support.cluster import LiveCluster
 from tests.support.engines import generate, make_core, random_prompt, run
 from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy
@@ -28,13 +28,8 @@ NUM_VIRTUAL = {"soft": 5, "prefix": 21}  # virtual tokens of prompt adapters
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Returns folders by name: the model, and the model with each of three adapters merged in."""
     base, folder = checkpoint("llama", max_position_embeddings=2048), tmp_path_factory.mktemp("adapters")
-    found = {"": base}
-    for seed, name in enumerate(NAMES[1:]):
-        adapter = make_adapter(folder / name, base, seed, rank=16 if name == "wide" else 4)
-        found[name] = merged(base, adapter, folder / f"merged-{name}")
-    return found
+    return merged_models(base, folder, {"french": 4, "formal": 4, "wide": 16})
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.test_death import PROMPT, Streaming
 from tests.support.adapted_asks import assert_own_tokens, completing
-from tests.support.adapters import make_adapter, merged
+from tests.support.adapters import make_adapter, merged, merged_models
 from tests.support.canary import Canary
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, random_prompt
@@ -30,13 +30,8 @@ INFO = "vllm:lora_requests_info"
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Returns folders of the model, and of the model with each adapter merged in."""
     base, folder = checkpoint("llama", max_position_embeddings=2048), tmp_path_factory.mktemp("adapters")
-    found = {"": base}
-    for seed, name in enumerate(("first", "second", "third")):
-        adapter = make_adapter(folder / "root" / name, base, seed, rank=4 + seed)
-        found[name] = merged(base, adapter, folder / f"merged-{name}")
-    return found
+    return merged_models(base, folder, {"first": 4, "second": 5, "third": 6}, within="root")
 
 
 @pytest.fixture(scope="module")

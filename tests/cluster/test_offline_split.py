@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,18 @@ from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Pooling, RequestSpec, RopePositions, Sampling
+from tests.model.test_offline import PROMPTS, pieces_of
 from tests.support.checkpoints import make_tokenizer, reference_greedy, reference_model
 from tests.support.cluster import children_of
 from tests.support.engines import random_prompt
+from tests.support.held import runs
 from tests.support.positions import KINDS, assert_same
 from tests.support.vectors import reference_vector
 
 pytestmark = pytest.mark.usefixtures("one_preloader")
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
 ENGINE: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_model_len": 256, "max_num_batched_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +53,18 @@ def llm(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def split(llm: LLM) -> OfflineService:
-    return offline_of(llm)
-
-
-def offline_of(made: LLM | AsyncEngine) -> OfflineService:
-    return made._offline
+    return llm.offline
 
 
 def cluster_of(made: OfflineService) -> SplitCluster:
-    backend = made._parts.backend
+    backend = made.resources.backend
     assert isinstance(backend, SplitCluster)
     return backend
 
 
 def nums_of_ranks(made: LLM | AsyncEngine) -> list[int]:
     """Returns the number of ranks of each instance."""
-    infos = [each.info for each in offline_of(made).service.router.membership.instances]
+    infos = [each.info for each in made.offline.service.router.membership.instances]
     return [len(info.rank_pids) for info in infos if info is not None]
 
 
@@ -81,11 +73,6 @@ def one(model: Path) -> Iterator[OfflineService]:
     """Yields the same service in one process."""
     with OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), **ENGINE))) as made:
         yield made
-
-
-async def pieces_of(offline: OfflineService, prompts: list[list[int]], **fields: object) -> list[Piece]:
-    request = CompletionRequest.model_validate({"prompt": prompts, "temperature": 0, "max_tokens": 8, **fields})
-    return await offline.service.complete(await offline.service.completions(request))
 
 
 def test_greedy_and_seeded_are_those_of_one_process(split: OfflineService, one: OfflineService, model: Path) -> None:
@@ -193,7 +180,7 @@ def test_tp_is_two_ranks_each(model: Path, arguments: dict[str, Any]) -> None:
 
 def test_a_lost_worker_is_an_error_or_nothing_at_all(split: OfflineService, model: Path) -> None:
     """The last test of this cluster: it kills the prefill process, after which decode does both."""
-    prefill = cluster_of(split)._processes["prefill-0"].pid
+    prefill = cluster_of(split).processes["prefill-0"].pid
     running = split.start(pieces_of(split, PROMPTS, max_tokens=100, ignore_eos=True))
     os.kill(prefill, signal.SIGKILL)
     assert [len(piece.token_ids) for piece in running.result(60)] == [100] * 3
@@ -256,7 +243,7 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
     monkeypatch.setattr(split_cluster, "LaunchPreloader", LaunchPreloader)  # a preloader of its own
     made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
     cluster = cluster_of(made)
-    folder, processes, own = cluster._folder, list(cluster._processes.values()), cluster._preloader
+    folder, processes, own = cluster.folder, list(cluster.processes.values()), cluster.preloader
     assert own is not None
     preloader = own.pid
     pids = [preloader, *children_of(preloader), *(each.pid for each in processes)]
@@ -271,14 +258,6 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
 
 async def until_gone(pids: list[int]) -> None:
     deadline_s = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() and _runs(pid) for pid in pids):
+    while any(runs(pid) for pid in pids):
         assert time.monotonic() < deadline_s, "processes are left"
         await asyncio.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    """Returns whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

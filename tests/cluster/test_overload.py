@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,6 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 NUM_OUTPUT = 48
 NUM_ASKED = 120
 DRAWN = {"temperature": 1, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
 
 
 @pytest.fixture(scope="module")

@@ -70,14 +70,14 @@ def test_a_table_of_npus_on_a_machine_without(tmp_path: Path, monkeypatch: pytes
 
 def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver expects another seed's content, as if the sender had sent wrong bytes."""
-    begin = pair_probes._begin
+    begin = pair_probes.begin_probes
 
     def begin_and_forget(ends: dict[tuple[str, int], pair_probes.RankEndpoint], device: str) -> dict[str, str]:
         broken = begin(ends, device)
         ends["prefill-0", 0].seed += 1
         return broken
 
-    monkeypatch.setattr(pair_probes, "_begin", begin_and_forget)
+    monkeypatch.setattr(pair_probes, "begin_probes", begin_and_forget)
     (finding,) = check(one_pair)
     assert finding.text == "no KV blocks arrived: block 0 of 64 does not have the expected content"
     assert is_wrong([finding])
@@ -90,15 +90,15 @@ def test_a_rank_that_dies_is_named_and_none_remains(one_pair: Place, monkeypatch
     def dies(end: pair_probes.RankEndpoint, command: Listen, timeout_s: float) -> ProbeAnswer:
         started.append(end)
         if not isinstance(command, Listen | Compare):
-            end._process.kill()
-            end._process.wait()
+            end.process.kill()
+            end.process.wait()
         return ask(end, command, timeout_s)
 
     monkeypatch.setattr(pair_probes.RankEndpoint, "ask", dies)
     (finding,) = check(one_pair)
     assert finding.level == "error"
     assert "the process has ended" in finding.text
-    assert all(end._process.poll() is not None for end in started)
+    assert all(end.process.poll() is not None for end in started)
 
 
 @pytest.mark.slow

@@ -65,7 +65,6 @@ def drain(cluster: LiveCluster) -> None:
 
 
 STATES: dict[str, tuple[dict[str, Any], Callable[[LiveCluster], None]]] = {
-    "prefill dead": ({}, lambda cluster: kill(cluster, "prefill-0")),
     "decode dead": ({}, lambda cluster: kill(cluster, "decode-0")),
     "one of two prefill dead": ({"num_prefill": 2}, lambda cluster: kill(cluster, "prefill-1")),
     "both decode dead": ({"num_decode": 2}, lambda cluster: kill(cluster, "decode-0", "decode-1")),

@@ -81,11 +81,6 @@ class Schedulers:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Checkpoints) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
 def schedulers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Schedulers]:
     folder = tmp_path_factory.mktemp("schedulers")
     with LiveCluster(folder, model, 1, 2, FLAGS, num_schedulers=NUM_SCHEDULERS) as cluster:
@@ -155,7 +150,7 @@ def assert_clear_ends(judge: Judge, outcomes: Sequence[Outcome]) -> None:
         if outcome.broken:
             assert any(each in outcome.broken for each in ("RemoteProtocolError", "ReadError", "ConnectError")), outcome
         for tokens in outcome.choices.values():
-            judge._check_tokens(outcome, tokens)
+            judge.check_tokens(outcome, tokens)
 
 
 @pytest.mark.timeout(120)

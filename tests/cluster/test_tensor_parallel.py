@@ -23,12 +23,6 @@ PAIRS = {
 ALWAYS, SOMETIMES = PAIRS  # each starts seven rank processes
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Checkpoints) -> Path:
-    """Returns a model whose four query heads share two KV heads, so that of four ranks two share each KV head."""
-    return checkpoint("llama")
-
-
 @pytest.fixture(params=[ALWAYS, pytest.param(SOMETIMES, marks=pytest.mark.slow)], scope="module")
 def cluster(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory

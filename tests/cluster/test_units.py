@@ -64,7 +64,7 @@ def test_units_of_a_python_program(checkpoint: Checkpoints) -> None:
     with LLM(str(folder), data_parallel_size=2, num_blocks=64, enable_prefix_caching=False) as llm:
         alone = [llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0] for prompt in prompts]
         beside = [answer.outputs[0] for answer in llm.generate(prompts, greedy, use_tqdm=False)]
-        units = {each.name: each.unit for each in llm._offline.service.router.membership.instances}
+        units = {each.name: each.unit for each in llm.offline.service.router.membership.instances}
     assert units == {f"{role}-{rank}": f"{role}-0..1" for role in ("prefill", "decode") for rank in range(2)}
     assert_all_same(folder, prompts, [list(answer.token_ids) for answer in alone], MAX_TOKENS)
     assert [answer.logprobs for answer in beside] == [answer.logprobs for answer in alone]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.test_chaos import Trouble
 from tests.support.checkpoints import make_checkpoint
-from tests.support.netns import CannotMakeNamespaces, Network, SpreadCluster
+from tests.support.netns import Network, SpreadCluster, visited
 from tests.support.traffic import Judge, Traffic, make_asks
 from tests.support.units import KILLED_S, UnitShape, Watched, log_of, members_of, unit_settings
 
@@ -38,13 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """Yields a network of four hosts and the hub, with this thread on the hub."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(Network(sorted(WHERE.values())))
-        except CannotMakeNamespaces as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        stack.enter_context(made.visit())
+    with visited(sorted(WHERE.values())) as made:
         yield made
 
 

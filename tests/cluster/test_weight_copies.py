@@ -20,9 +20,9 @@ import pytest
 from pd_cluster.cluster.processes.launcher import Member
 from pd_cluster.engine.lifecycle.weight_copies import PREFIX
 from tests.cluster.test_control import Steered
-from tests.cluster.test_weight_updates import ask, assert_named, info_of, streamed, update
+from tests.cluster.test_weight_updates import ask, assert_named, streamed, update
 from tests.support.engines import assert_all_same
-from tests.support.weight_versions import make_version
+from tests.support.weight_versions import restarted, two_versions
 
 pytestmark = pytest.mark.slow
 Checkpoints = Callable[..., Path]
@@ -59,21 +59,10 @@ class Apart(Steered):
         text = self.log_file(name).read_text(errors="replace")
         return [found.partition("@")[0] for found in re.findall(r"got weights \S+ from (.+)$", text, re.MULTILINE)]
 
-    def revive(self, *names: str) -> None:
-        for name in names:
-            self.kill(name)
-            self.await_exit(name)
-        self.wait_until("the loss is noticed", lambda: not {*names} & {*info_of(self)["instances"]})
-        for name in names:
-            self.start_member(name)
-
 
 @pytest.fixture(scope="module")
 def versions(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("versions")
-    for seed in (1, 2):
-        make_version(checkpoint("llama", max_position_embeddings=4096), root / f"step-{seed}", seed)
-    return root
+    return two_versions(checkpoint("llama", max_position_embeddings=4096), tmp_path_factory.mktemp("versions"))
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +97,11 @@ def test_an_instance_that_restarts_gets_its_copy_from_a_peer(apart: Apart, versi
     (own,) = versions.glob("received-*")
     own.rename(versions / "hidden")
     try:
-        apart.revive("decode-0")
+        restarted(apart, "decode-0")
         apart.await_ready()
         assert apart.sources("decode-0")[-1] in ("prefill-0", "decode-1")
         assert ask(apart)[::2] == expected[::2]
-        apart.revive("prefill-0", "decode-1")
+        restarted(apart, "prefill-0", "decode-1")
         apart.await_ready()
         assert {apart.sources(name)[-1] for name in ("prefill-0", "decode-1")} <= {"decode-0", "prefill-0", "decode-1"}
         assert ask(apart)[::2] == expected[::2]
@@ -129,7 +118,7 @@ def test_nobody_has_the_files_any_more(apart: Apart, versions: Path) -> None:
     for name in ("prefill-0", "decode-1"):
         for copy in apart.copies(name):
             shutil.rmtree(copy)
-    apart.revive("decode-0")
+    restarted(apart, "decode-0")
 
     def says_why() -> bool:
         found = apart.instance("decode-0")

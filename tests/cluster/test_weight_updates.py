@@ -17,7 +17,7 @@ from tests.cluster.test_control import Background, Steered, running
 from tests.support.cluster import free_port_pair
 from tests.support.engines import assert_all_same, shared_core
 from tests.support.engines import together as run_together
-from tests.support.weight_versions import Trainer, make_version
+from tests.support.weight_versions import Trainer, info_of, make_version, restarted, two_versions
 
 Checkpoints = Callable[..., Path]
 PROMPT = [7] * 60
@@ -32,10 +32,7 @@ def model(checkpoint: Checkpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def versions(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("versions")
-    for seed in (1, 2):
-        make_version(model, root / f"step-{seed}", seed)
-    return root
+    return two_versions(model, tmp_path_factory.mktemp("versions"))
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +76,6 @@ def ask(cluster: Steered, **fields: Any) -> tuple[list[int], int, list[dict[str,
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}).json()
     (choice,) = answer["choices"]
     return choice["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"], choice["weight_versions"]
-
-
-def info_of(cluster: Steered) -> dict[str, Any]:
-    info: dict[str, Any] = cluster.ask_admin("GET", "/weight_info").json()
-    return info
 
 
 def test_new_weights_serve_and_nothing_of_the_old_ones_is_reused(
@@ -158,16 +150,6 @@ def test_requests_end_or_finish_first(learning: Steered, versions: Path) -> None
     update(learning, "step-2", mode="wait")
     (answer,) = finished.end()
     assert answer.json()["choices"][0]["weight_versions"] == [{"version": "step-1", "start": 0, "end": 1500}]
-
-
-def restarted(cluster: Steered, *names: str) -> None:
-    """Kills and restarts instances."""
-    for name in names:
-        cluster.kill(name)
-        cluster.await_exit(name)
-    cluster.wait_until("the loss is noticed", lambda: not {*names} & {*info_of(cluster)["instances"]})
-    for name in names:
-        cluster.start_member(name)
 
 
 def test_instances_that_die_come_back_with_the_current_weights(learning: Steered, versions: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def path(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
-def engine(path: Path) -> Iterator[AsyncLLMEngine]:
-    with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(path), **SMALL)) as made:
+def engine(model: Path) -> Iterator[AsyncLLMEngine]:
+    with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(model), **SMALL)) as made:
         yield made
 
 
@@ -43,8 +38,8 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_outputs_grow(engine: AsyncLLMEngine, path: Path) -> None:
-    wanted = reference_greedy(path, PROMPT, 6)[:6]
+def test_outputs_grow(engine: AsyncLLMEngine, model: Path) -> None:
+    wanted = reference_greedy(model, PROMPT, 6)[:6]
     outputs = asyncio.run(outputs_of(engine, {"prompt_token_ids": PROMPT}, GREEDY, "one"))
     assert len(outputs) > 3  # a token that ends inside a character comes with the next one
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -123,7 +118,7 @@ def test_leaving_the_iteration_ends_the_work(engine: AsyncLLMEngine) -> None:
     asyncio.run(ask())
 
 
-def test_errors_are_raised(engine: AsyncLLMEngine, path: Path) -> None:
+def test_errors_are_raised(engine: AsyncLLMEngine, model: Path) -> None:
     refused: list[tuple[Any, Any, str, str]] = [
         (PROMPT, GREEDY, "", "request_id: ''; give a name"),
         ([PROMPT, PROMPT], GREEDY, "a", "prompt: 2 prompts; give one"),
@@ -135,11 +130,11 @@ def test_errors_are_raised(engine: AsyncLLMEngine, path: Path) -> None:
         with pytest.raises(RequestError, match=said):
             asyncio.run(outputs_of(engine, prompt, params, name))
     with pytest.raises(ConfigError, match="max_modellen: unknown argument; did you mean max_model_len"):
-        AsyncLLMEngine.from_engine_args(EngineArgs(str(path), max_modellen=64))
+        AsyncLLMEngine.from_engine_args(EngineArgs(str(model), max_modellen=64))
 
 
-def test_a_shutdown_ends_answers(path: Path) -> None:
-    engine = AsyncLLMEngine(str(path), **SMALL)
+def test_a_shutdown_ends_answers(model: Path) -> None:
+    engine = AsyncLLMEngine(str(model), **SMALL)
 
     async def ask() -> None:
         await engine.check_health()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from tests.support.engines import assert_all_same
 
 ANY_X86 = tuple(flag for flag in build.FLAGS if flag != "-march=native")
 OTHERS = [pytest.param((*ANY_X86, f"-march={name}"), marks=pytest.mark.slow, id=name) for name in ("haswell", "x86-64")]
+pytestmark = pytest.mark.usefixtures("kept_threads")
 FORMS = ("float32", "bfloat16", "int8")
 NUM_EXPERTS, TOP_K = 5, 3
 # Inputs of the two products; not all are multiples of panels (16 outputs) or spans.
@@ -79,21 +80,6 @@ def block_of(
 def rows_of(hidden_size: int, num_rows: int, num_experts: int = NUM_EXPERTS) -> tuple[torch.Tensor, ...]:
     chosen = torch.rand(num_rows, num_experts).topk(TOP_K, dim=-1).indices
     return torch.randn(num_rows, hidden_size), chosen, torch.rand(num_rows, TOP_K)
-
-
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    try:
-        return CpuOps()
-    except build.KernelsUnavailable as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("flags", [pytest.param(build.FLAGS, id="this machine"), *OTHERS])

@@ -34,14 +34,6 @@ LAYER, NUM_LAYERS = 1, 2
 SEQUENCES = [(1, 0), (1, 1), (1, 15), (1, 200), (1, 300), (2, 0), (5, 63), (16, 16), (33, 0), (64, 130), (200, 77)]
 
 
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    try:
-        return CpuOps()
-    except build.KernelsUnavailable as reason:
-        pytest.skip(str(reason))
-
-
 def make_batch(
     sequences: list[tuple[int, int]],
     num_kv_heads: int,

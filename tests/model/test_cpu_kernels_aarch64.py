@@ -33,12 +33,9 @@ def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
+def _two_threads(kept_threads: None) -> None:
     """Uses two threads on every machine, because thread teams are under test."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_copies(ops: EmulatedOps) -> None:
 @pytest.fixture
 def flags(ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Returns compiler flags under which products find the emulated kernels."""
-    monkeypatch.setitem(quantized._libraries, ("aarch64",), ops.emulator)
+    monkeypatch.setitem(quantized.libraries, ("aarch64",), ops.emulator)
     monkeypatch.setattr(products, "MOST_ROWS", 40)
     monkeypatch.setattr(products, "ROWS", (1, 3, 5, 17))
     return ("aarch64",)

@@ -23,12 +23,10 @@ from tests.model.test_cpu_kernels import (
     check_rows_apart,
     make_batch,
     make_rope,
-    ops,
     reference,
 )
 from tests.support.usual import slow_but
 
-__all__ = ["ops"]  # a fixture
 NARROW = [dtype for dtype in POOLS if dtype != "float32"]
 OLDER = ["-mno-avx512f", "-march=x86-64"]
 

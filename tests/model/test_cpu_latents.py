@@ -39,14 +39,6 @@ class Widths:
 SMALL, WIDE = Widths(4, 20, 48, 16, 32), Widths(16, 128, 512, 64, 128)
 
 
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    try:
-        return CpuOps()
-    except build.KernelsUnavailable as reason:
-        pytest.skip(str(reason))
-
-
 def a_pool(w: Widths, block_size: int, dtype: str, num_blocks: int) -> KVPool:
     """Returns a pool filled with random numbers."""
     pool = KVPool(KVLayout(NUM_LAYERS, 1, latents(w.latent, w.rope), block_size, dtype), num_blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pd_cluster.native.packed_products import (
 )
 from tests.support.spread import spread
 
+pytestmark = pytest.mark.usefixtures("kept_threads")
 NO_TILES = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 ANY_X86 = tuple(flag for flag in build.FLAGS if flag != "-march=native")
 VARIANTS = {
@@ -66,13 +67,6 @@ def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if bf16_way(chosen) is None:
         pytest.skip("the kernels cannot be compiled here")
     return chosen
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_rows_alone(layer: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -294,7 +288,7 @@ def test_layers_are_made_and_used_by_several_threads(flags: tuple[str, ...]) -> 
     layers = [layer for layer in layers_of(40, 96, flags).values() if layer is not None]
 
     def compute(seed: int) -> list[torch.Tensor]:
-        quantized._libraries.pop(flags, None)
+        quantized.libraries.pop(flags, None)
         another = int8_linear(torch.full((40, 96), seed, dtype=torch.int8), torch.ones(40, 1), None, flags=flags)
         assert another is not None
         return [layer(x) for layer in (*layers, another)]

@@ -23,14 +23,6 @@ from tests.model.test_cpu_latents import OLDER, SMALL, Step, a_chunk, a_layer, a
 INDEX_WIDTH = 64
 
 
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    try:
-        return CpuOps()
-    except build.KernelsUnavailable as reason:
-        pytest.skip(str(reason))
-
-
 def a_pool(block_size: int, dtype: str, num_blocks: int, width: int) -> KVPool:
     """Returns a pool of small whole numbers, so that sums are exact and many scores are equal."""
     planes = (*latents(SMALL.latent, SMALL.rope), Plane(INDEX, width))

@@ -147,7 +147,7 @@ class Lane:
 
     def close(self) -> None:
         self.receive.close()
-        self.receive._thread.join(WAIT_S)
+        self.receive.thread.join(WAIT_S)
         self.exporter.close()
 
 

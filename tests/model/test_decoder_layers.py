@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.model.test_company import wide
 from tests.support.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("kept_threads")
 CASES: dict[str, dict[str, Any]] = {
     "int4_wo": {"quantization": "int4_wo"},
     "bfloat16, int8 pool": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
@@ -29,13 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 NUM_SEQS = (1, 2, 4, 5, 17, MOST_ROWS)
 Chunks = list[tuple[Request, int]]
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def runner_of(folder: Path, **settings: Any) -> tuple[ModelRunner, DecoderLayers]:

@@ -40,14 +40,9 @@ def pipe() -> Iterator[AsyncEngine]:
 
 
 @pytest.fixture(scope="module")
-def path(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
-def tiny(path: Path) -> Iterator[AsyncEngine]:
+def tiny(model: Path) -> Iterator[AsyncEngine]:
     """Yields a pipeline with answers known from transformers, and the template `<|user|>…<|assistant|>`."""
-    with pipeline(str(path), backend_config=SMALL) as engine:
+    with pipeline(str(model), backend_config=SMALL) as engine:
         yield engine
 
 
@@ -74,19 +69,19 @@ def turn(engine: AsyncEngine, text: Any, session_id: int, config: Any = CONFIG, 
     return out
 
 
-def answer_of(path: Path, prompt: str) -> list[int]:
-    return reference_greedy(path, make_tokenizer().encode(prompt).ids, NUM_TOKENS)[:NUM_TOKENS]
+def answer_of(model: Path, prompt: str) -> list[int]:
+    return reference_greedy(model, make_tokenizer().encode(prompt).ids, NUM_TOKENS)[:NUM_TOKENS]
 
 
 # ---- calls
 
 
 @pytest.mark.parametrize("name", ["__call__", "batch_infer"])
-def test_a_list_of_prompts_has_its_answers_in_order(tiny: AsyncEngine, path: Path, name: str) -> None:
+def test_a_list_of_prompts_has_its_answers_in_order(tiny: AsyncEngine, model: Path, name: str) -> None:
     texts = ["hi", "say this is a test", "hi"]
     found = getattr(tiny, name)(texts, gen_config=GREEDY)
     assert [each.index for each in found] == [0, 1, 2]
-    assert [each.token_ids for each in found] == [answer_of(path, f"<|user|>{each}<|assistant|>") for each in texts]
+    assert [each.token_ids for each in found] == [answer_of(model, f"<|user|>{each}<|assistant|>") for each in texts]
     talks = [[user(each)] for each in texts]
     assert [each.token_ids for each in getattr(tiny, name)(talks, gen_config=GREEDY)] == [e.token_ids for e in found]
     alone = getattr(tiny, name)(prompts="hi", gen_config=GREEDY)
@@ -94,33 +89,33 @@ def test_a_list_of_prompts_has_its_answers_in_order(tiny: AsyncEngine, path: Pat
     assert alone.token_ids == found[0].token_ids
 
 
-def test_do_preprocess_is_whether_the_template_is_applied(tiny: AsyncEngine, path: Path) -> None:
+def test_do_preprocess_is_whether_the_template_is_applied(tiny: AsyncEngine, model: Path) -> None:
     for options, prompt in (({}, CHAT), ({"do_preprocess": True}, CHAT), ({"do_preprocess": False}, "hi")):
         response = tiny("hi", gen_config=GREEDY, **options)
         assert isinstance(response, Response)
-        assert response.token_ids == answer_of(path, prompt)
+        assert response.token_ids == answer_of(model, prompt)
     with pytest.warns(FutureWarning, match="request_output_len: deprecated, and have no effect with gen_config"):
         response = tiny("hi", gen_config=GREEDY, request_output_len=3)
     assert isinstance(response, Response)
     assert response.generate_token_len == NUM_TOKENS
 
 
-def test_a_call_brings_its_chat_template(tiny: AsyncEngine, path: Path) -> None:
+def test_a_call_brings_its_chat_template(tiny: AsyncEngine, model: Path) -> None:
     found = [getattr(tiny, name)("hi", GREEDY, chat_template_config=MARKS) for name in ("__call__", "batch_infer")]
     found.append(turn(tiny, "hi", 1, GREEDY, chat_template_config=MARKS))
-    assert [each.token_ids for each in found] == [answer_of(path, "Q: hi\nA: ")] * 3
+    assert [each.token_ids for each in found] == [answer_of(model, "Q: hi\nA: ")] * 3
 
 
-def test_an_engine_brings_its_chat_template(path: Path) -> None:
-    with AsyncEngine(str(path), backend_config=SMALL, chat_template_config=MARKS) as engine:
-        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "Q: hi\nA: ")
+def test_an_engine_brings_its_chat_template(model: Path) -> None:
+    with AsyncEngine(str(model), backend_config=SMALL, chat_template_config=MARKS) as engine:
+        assert one(engine, "hi", GREEDY).token_ids == answer_of(model, "Q: hi\nA: ")
 
 
-def test_a_model_name_without_a_template_leaves_the_folders(path: Path) -> None:
+def test_a_model_name_without_a_template_leaves_the_folders(model: Path) -> None:
     with pytest.warns(UserWarning, match="model_name='my-model' .no chat template of that name is built in"):
-        engine = pipeline(str(path), model_name="my-model", backend_config=SMALL)
+        engine = pipeline(str(model), model_name="my-model", backend_config=SMALL)
     with engine:
-        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, CHAT)
+        assert one(engine, "hi", GREEDY).token_ids == answer_of(model, CHAT)
 
 
 # ---- generate, and sessions
@@ -233,9 +228,9 @@ TEXTS = [f"{at} prompts of a few tokens each" for at in range(6)]
 
 
 @pytest.fixture(scope="module")
-def reference(path: Path) -> list[list[int]]:
+def reference(model: Path) -> list[list[int]]:
     """Returns the answers to TEXTS."""
-    return [reference_greedy(path, make_tokenizer().encode(text).ids, NUM_TOKENS)[:NUM_TOKENS] for text in TEXTS]
+    return [reference_greedy(model, make_tokenizer().encode(text).ids, NUM_TOKENS)[:NUM_TOKENS] for text in TEXTS]
 
 
 def small(kind: Any, **fields: Any) -> Any:
@@ -249,23 +244,23 @@ def ask(pipe: AsyncEngine, texts: list[str], config: GenerationConfig = GREEDY) 
     return found
 
 
-def test_instance_num_is_how_many_are_answered_at_once(path: Path, reference: list[list[int]]) -> None:
+def test_instance_num_is_how_many_are_answered_at_once(model: Path, reference: list[list[int]]) -> None:
     with (
         watching() as made,
-        AsyncEngine(str(path), backend_config=small(TurbomindEngineConfig), instance_num=3) as pipe,
+        AsyncEngine(str(model), backend_config=small(TurbomindEngineConfig), instance_num=3) as pipe,
     ):
         assert [each.token_ids for each in ask(pipe, TEXTS)] == reference
         assert max(made[0].num_seqs) == 3
 
 
-def test_num_cpu_blocks_is_the_room_to_copy_to(path: Path, reference: list[list[int]]) -> None:
-    """A request that does not fit there is recomputed; 0 means as many blocks as the machine allows."""
+def test_num_cpu_blocks_is_the_room_to_copy_to(model: Path, reference: list[list[int]]) -> None:
+    """A request that does not fit is recomputed; 0 means as much as the machine allows."""
     gen_config = GenerationConfig(max_new_tokens=40, ignore_eos=True)
     for given, moves in ((3, False), (64, True), (0, True)):
         config = PytorchEngineConfig(
             eviction_type="copy", session_len=128, num_gpu_blocks=32, block_size=4, num_cpu_blocks=given
         )
-        with watching() as made, pipeline(str(path), backend_config=config) as pipe:
+        with watching() as made, pipeline(str(model), backend_config=config) as pipe:
             watched = made[0]
             found = watched.scheduler.swap.num_blocks
             assert found == given if given else found > 1000
@@ -279,41 +274,41 @@ VICUNA = "USER: hi ASSISTANT: "
 
 
 WAYS_TO_NAME_IT: dict[str, Callable[[str], AsyncEngine]] = {
-    "pipeline": lambda path: pipeline(path, "vicuna", backend_config=small(TurbomindEngineConfig)),
-    "AsyncEngine": lambda path: AsyncEngine(path, model_name="vicuna", backend_config=small(TurbomindEngineConfig)),
-    "early pytorch": lambda path: pipeline(path, backend_config=small(pytorch.EngineConfig, model_name="vicuna")),
-    "early turbomind": lambda path: pipeline(path, backend_config=small(turbomind.EngineConfig, model_name="vicuna")),
-    "turbomind": lambda path: pipeline(path, backend_config=small(TurbomindEngineConfig, model_name="vicuna")),
+    "pipeline": lambda model: pipeline(model, "vicuna", backend_config=small(TurbomindEngineConfig)),
+    "AsyncEngine": lambda model: AsyncEngine(model, model_name="vicuna", backend_config=small(TurbomindEngineConfig)),
+    "early pytorch": lambda model: pipeline(model, backend_config=small(pytorch.EngineConfig, model_name="vicuna")),
+    "early turbomind": lambda model: pipeline(model, backend_config=small(turbomind.EngineConfig, model_name="vicuna")),
+    "turbomind": lambda model: pipeline(model, backend_config=small(TurbomindEngineConfig, model_name="vicuna")),
 }
 
 
 @pytest.mark.parametrize("way", WAYS_TO_NAME_IT)
-def test_model_name_asks_for_a_chat_template(path: Path, way: str) -> None:
+def test_model_name_asks_for_a_chat_template(model: Path, way: str) -> None:
     token_ids = make_tokenizer().encode(VICUNA).ids
-    with WAYS_TO_NAME_IT[way](str(path)) as pipe:
+    with WAYS_TO_NAME_IT[way](str(model)) as pipe:
         response = pipe("hi", gen_config=GREEDY)
         assert isinstance(response, Response)
         assert response.input_token_len == len(token_ids)
-        assert response.token_ids == reference_greedy(path, token_ids, NUM_TOKENS)[:NUM_TOKENS]
+        assert response.token_ids == reference_greedy(model, token_ids, NUM_TOKENS)[:NUM_TOKENS]
 
 
 @pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
-def test_either_backend_answers_alike(path: Path, reference: list[list[int]], backend: str) -> None:
-    with watching() as made, pipeline(str(path), backend=backend) as pipe:
+def test_either_backend_answers_alike(model: Path, reference: list[list[int]], backend: str) -> None:
+    with watching() as made, pipeline(str(model), backend=backend) as pipe:
         assert made[0].runner.pool.layout.block_size == {"turbomind": 128, "pytorch": 64}[backend]
         assert [each.token_ids for each in ask(pipe, TEXTS)] == reference
     with pytest.raises(ConfigError, match="backend 'vllm': expected turbomind or pytorch"):
-        pipeline(str(path), backend="vllm")
+        pipeline(str(model), backend="vllm")
 
 
-def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_level_is_what_is_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By default only errors are logged; a lower level also logs the package's messages while loading."""
     logs = [logging.getLogger(name) for name in ("pd_cluster", "pd_cluster.extras.lmdeploy")]
     before = [log.level for log in logs]
     try:
         for level, is_logged in (("ERROR", False), ("INFO", True)):
             caplog.clear()
-            with pipeline(str(path), log_level=level, backend_config=small(TurbomindEngineConfig)):
+            with pipeline(str(model), log_level=level, backend_config=small(TurbomindEngineConfig)):
                 pass
             assert any(record.levelno == logging.INFO for record in caplog.records) == is_logged
             assert logs[1].getEffectiveLevel() == logging.ERROR

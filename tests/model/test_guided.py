@@ -53,11 +53,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
 def tokenizer(model: Path) -> Tokenizer:
     return Tokenizer(model)
 

@@ -29,7 +29,7 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0)
 PROMPTS = [random_prompt(random.Random(length), length) for length in (9, 40)]
 REFUSAL = "fusing the layers changed the logits"
 ROPES, NORM_OF = fuse_model.RopeTables, fuse_attention.norm_of
-ATTEND, WEIGH, WANTED = latent_attention._attend, Routing.weigh, Routing._wanted
+ATTEND, WEIGH, WANTED = latent_attention.weigh_latents, Routing.weigh, Routing.choice_scores
 
 
 def is_right(folder: Path, core: EngineCore) -> bool:
@@ -69,8 +69,8 @@ def values_of_all_numbers(
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "halves for pairs": (fuse_model, "RopeTables", halves_for_pairs),
     "bias in the weights": (Routing, "weigh", bias_in_weights),
-    "masked groups are 0": (Routing, "_wanted", masked_with_zero),
-    "values of all numbers": (latent_attention, "_attend", values_of_all_numbers),
+    "masked groups are 0": (Routing, "choice_scores", masked_with_zero),
+    "values of all numbers": (latent_attention, "weigh_latents", values_of_all_numbers),
 }
 
 

@@ -1,12 +1,13 @@
 """Every latent type, with index keys, under everything that can happen to a request in one process.
 
-test_latents.py and test_sparse_latents.py test one type of each kind quickly.
+One type of each kind is tested quickly.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,24 @@ ALL = [*FUSED, "longcat_flash"]
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
 SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 160, "max_model_len": 128}
 slow = pytest.mark.slow
+QUICK = (
+    "deepseek_v3 1",
+    "deepseek_v3 5",
+    "deepseek_v3 17",
+    "deepseek_v3 swap",
+    "deepseek_v3 recompute",
+    "glm_moe_dsa swap",
+)
+
+
+def every(seconds: Iterable[Any]) -> list[Any]:
+    """Returns all types with each of these values; those of QUICK are not slow."""
+    pairs = itertools.product(ALL, seconds)
+    return [pytest.param(name, each, marks=() if f"{name} {each}" in QUICK else slow) for name, each in pairs]
+
+
+def quick(*names: str, of: Sequence[str] = ALL) -> list[Any]:
+    return [name if name in names else pytest.param(name, marks=slow) for name in of]
 
 
 def assert_said(folder: Path, prompts: list[list[int]], outputs: list[list[int]], sampling: Sampling) -> None:
@@ -45,10 +64,9 @@ def folder(architecture: str, checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return place
 
 
-@slow
-@pytest.mark.parametrize("num_tokens", range(1, 18))
-@pytest.mark.parametrize("architecture", [name for name in ALL if name not in INDEXED])
+@pytest.mark.parametrize(("architecture", "num_tokens"), every(range(1, 18)))
 def test_chunks_of_every_length(folder: Path, num_tokens: int) -> None:
+    """Covers steps that begin anywhere in a block, beside other sequences."""
     rng = random.Random(num_tokens)
     prompts = [random_prompt(rng, length) for length in (1, 7, 33, 60)]
     core = make_core(folder, max_num_batched_tokens=num_tokens, **{**SETTINGS, "block_size": 3})
@@ -64,9 +82,7 @@ def test_32_at_once(folder: Path) -> None:
     assert_said(folder, prompts, generate(core, prompts, GREEDY), GREEDY)
 
 
-@slow
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("architecture", ALL)
+@pytest.mark.parametrize(("architecture", "mode"), every(("recompute", "swap")))
 def test_sequences_that_are_preempted(folder: Path, mode: str) -> None:
     """Runs four sequences that grow to 13 blocks each, in a pool of 30."""
     rng, sampling = random.Random(2), Sampling(max_tokens=40, temperature=0.0)
@@ -77,8 +93,7 @@ def test_sequences_that_are_preempted(folder: Path, mode: str) -> None:
     assert_said(folder, prompts, outputs, sampling)
 
 
-@slow
-@pytest.mark.parametrize("architecture", ALL)
+@pytest.mark.parametrize("architecture", quick("glm_moe_dsa"))
 def test_cached_prefixes_forks_beams_and_guides(folder: Path) -> None:
     prompt = random_prompt(random.Random(7), 70)
     core = make_core(folder, max_num_batched_tokens=40, **{**SETTINGS, "block_size": 8})
@@ -119,12 +134,8 @@ def numbers(
     return {name: [(token.token_id, token.logprobs) for token in tokens[0]] for name, tokens in found.items()}
 
 
-def quick(*names: str) -> list[Any]:
-    return [name if name in names else pytest.param(name, marks=slow) for name in FUSED]
-
-
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("architecture", quick("minicpm3"))
+@pytest.mark.parametrize("architecture", quick("minicpm3", "glm_moe_dsa", of=FUSED))
 def test_logprobs_are_equal_to_the_bit(folder: Path) -> None:
     """Logprobs are equal alone, batched, in chunks, after a swap or recomputation, and when continued elsewhere."""
     rng = random.Random(3)
@@ -151,7 +162,7 @@ def test_logprobs_are_equal_to_the_bit(folder: Path) -> None:
 
 @pytest.mark.skipif(not multiplies_bf16(), reason="this processor does not multiply bfloat16")
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("architecture", quick("glm4_moe_lite"))
+@pytest.mark.parametrize("architecture", quick("glm4_moe_lite", of=FUSED))
 def test_bfloat16_weights(architecture: str, checkpoint: Checkpoints) -> None:
     """Fused bfloat16 rows have the same bits in any chunk or batch and after a replay, and are close to float32.
 

@@ -55,25 +55,6 @@ def prompts_of(seed: int) -> list[list[int]]:
     return [random_prompt(rng, length) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 17])
-def test_prompts_in_chunks(checkpoint: Checkpoints, num_tokens: int) -> None:
-    """Covers chunks that begin anywhere in a block, beside other sequences."""
-    folder, prompts = checkpoint("deepseek_v3"), prompts_of(1)
-    core = make_core(folder, block_size=4, max_num_batched_tokens=num_tokens, num_blocks=96)
-    assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_sequences_that_are_preempted(checkpoint: Checkpoints, mode: str) -> None:
-    """Runs four sequences that grow to 13 blocks each, in a pool of 30."""
-    folder, rng = checkpoint("deepseek_v3"), random.Random(2)
-    prompts, sampling = [random_prompt(rng, 10) for _ in range(4)], Sampling(max_tokens=40, temperature=0.0)
-    core = make_core(folder, block_size=4, num_blocks=30, preemption_mode=mode, swap_space_gib=0.01, max_model_len=64)
-    outputs = generate(core, prompts, sampling)
-    assert core.scheduler.num_preemptions
-    assert_all_same(folder, prompts, outputs, sampling.max_tokens)
-
-
 def test_a_pool_holds_latents_and_nothing_else(checkpoint: Checkpoints) -> None:
     layout = make_core(checkpoint("deepseek_v3"), num_blocks=32).runner.pool.layout  # type: ignore[attr-defined]
     planes = latents(LATENTS["kv_lora_rank"], LATENTS["qk_rope_head_dim"])

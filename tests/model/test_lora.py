@@ -129,7 +129,7 @@ def test_steps_without_adapters_have_nothing_of_them(checkpoint: Checkpoints, tm
 def test_without_the_kernels(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     assert not build.are_wanted()
-    native._function.cache_clear()
+    native.load_function.cache_clear()
     try:
         folder = checkpoint("qwen3")
         adapter = make_adapter(tmp_path / "a", folder)
@@ -138,7 +138,7 @@ def test_without_the_kernels(checkpoint: Checkpoints, tmp_path: Path, monkeypatc
         prompts = [random_prompt(random.Random(3), n) for n in (1, 30, 7)]
         check(core, models, prompts, Sampling(max_tokens=6, temperature=0.0))
     finally:
-        native._function.cache_clear()
+        native.load_function.cache_clear()
 
 
 def test_a_long_prompt_is_computed_in_parts_of_its_mlp_only_without_adapters(

@@ -103,4 +103,4 @@ def test_slots_come_and_go_beside_steps() -> None:
     assert torch.equal(layer.add([5], [1000]), layer.add([5], [1]))
     layer.site.drop(1)
     assert torch.equal(layer.add([5, 6], [1, 2])[0], layer.y[5])
-    assert set(table._kept) == {2, 1000}
+    assert set(table.kept) == {2, 1000}

@@ -38,11 +38,6 @@ PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
 def offline(model: Path) -> Iterator[OfflineService]:
     with OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64, max_model_len=256))) as made:
         yield made

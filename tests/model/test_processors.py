@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,6 @@ BY_TOKENS, ROLLING, FAILS = f"{HERE}:ByTokens", f"{HERE}:Rolling", f"{HERE}:Fail
 SMALL: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 24, "max_model_len": 128}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
 
 
 def orders_of(num: int, **fields: Any) -> list[RequestSpec]:

@@ -141,7 +141,7 @@ def test_a_store_that_stands_still_costs_a_bounded_wait_and_then_none(
         for prompt in prompts:
             assert_same(checkpoint("llama"), prompt, engine.ask(prompt), 4)
         engine.settle()
-        assert store._breaker.is_open
+        assert store.breaker.is_open
     finally:
         server.process.send_signal(signal.SIGCONT)
 

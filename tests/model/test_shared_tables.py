@@ -22,11 +22,11 @@ from pd_cluster.model.language_model.fused_lm import FusedCausalLM
 from pd_cluster.model.layers.ops import Heads
 from pd_cluster.native import build
 from tests.model.test_company import wide
-from tests.model.test_cpu_kernels import LAYER, NUM_LAYERS, make_rope, ops
-from tests.model.test_decoder_layers import CASES, runner_of, threads_as_before
+from tests.model.test_cpu_kernels import LAYER, NUM_LAYERS, make_rope
+from tests.model.test_decoder_layers import CASES, runner_of
 from tests.support.spread import spread
 
-__all__ = ["ops", "threads_as_before"]  # fixtures
+pytestmark = pytest.mark.usefixtures("kept_threads")
 NUMS_ROWS = [(1, 8), (12, 1, 3), (20, 2), (1, 1, 4, 5), (6,)]
 SHAPES = spread(  # block size, query heads, KV heads, head dim
     [16, 1, 3, 64],

@@ -29,15 +29,14 @@ from pd_cluster.model.layers.attention.sparse_indexer import Indexer
 from pd_cluster.model.layers.fused_layer import LatentAttention
 from pd_cluster.model.layers.ops import Rope
 from pd_cluster.model.loading import model_loader
-from pd_cluster.types import Request, RequestSpec, Sampling
+from pd_cluster.types import Sampling
 from pd_cluster.wire import Plane
 from tests.model.test_latents import V3, prompts_of
 from tests.model.test_lora import check
 from tests.support.adapters import digest_of, loaded, make_adapter, merged
 from tests.support.checkpoints import prefers
-from tests.support.engines import generate, make_core, random_prompt, run
+from tests.support.engines import generate, make_core, random_prompt
 from tests.support.more_checkpoints import SPARSE
-from tests.support.reference_beams import assert_all_same_beams
 
 Checkpoints = Callable[..., Path]
 TYPES = ["deepseek_v32", "glm_moe_dsa"]
@@ -83,15 +82,6 @@ def test_prompts_in_chunks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tokens", range(1, 18))
-@pytest.mark.parametrize("architecture", TYPES)
-def test_chunks_of_every_length(checkpoint: Checkpoints, architecture: str, num_tokens: int) -> None:
-    folder, prompts = checkpoint(architecture), prompts_of(num_tokens)
-    core = make_core(folder, block_size=3, max_num_batched_tokens=num_tokens, num_blocks=96, max_model_len=128)
-    assert_preferred(folder, prompts, generate(core, prompts, GREEDY), GREEDY)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", TYPES)
 def test_in_torch_where_there_are_no_kernels(
     checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch
@@ -101,58 +91,6 @@ def test_in_torch_where_there_are_no_kernels(
     core = make_core(folder, block_size=4, max_num_batched_tokens=11, num_blocks=96, max_model_len=128)
     assert "torch kernels" in core.runner.model.kernels  # type: ignore[attr-defined]
     assert_preferred(folder, prompts, generate(core, prompts, GREEDY), GREEDY)
-
-
-def numbers(core: EngineCore, prompts: list[list[int]], chosen: list[int]) -> dict[str, list[Any]]:
-    sampling = Sampling(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
-    requests = [Request(str(i), RequestSpec(prompts[i], sampling), arrival_s=float(i)) for i in chosen]
-    found = run(core, requests)
-    return {name: [(token.token_id, token.logprobs) for token in tokens[0]] for name, tokens in found.items()}
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("architecture", [pytest.param("deepseek_v32", marks=pytest.mark.slow), "glm_moe_dsa"])
-def test_logprobs_are_equal_to_the_bit(checkpoint: Checkpoints, architecture: str) -> None:
-    """Covers single requests, batches, and chunks of every kind."""
-    folder, prompts = checkpoint(architecture), prompts_of(3)
-    settings: dict[str, Any] = {"num_blocks": 96, "max_model_len": 128, "enable_prefix_caching": False}
-    core = make_core(folder, block_size=4, **settings)
-    together = numbers(core, prompts, [0, 1, 2, 3])
-    for only in range(4):
-        assert numbers(core, prompts, [only])[str(only)] == together[str(only)]
-    for num_tokens in (3, 16):
-        chunked = make_core(folder, block_size=4, max_num_batched_tokens=num_tokens, **settings)
-        assert numbers(chunked, prompts, [3, 2, 1, 0]) == together
-
-
-@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
-def test_sequences_that_are_preempted(checkpoint: Checkpoints, mode: str) -> None:
-    """Runs four sequences that grow to 13 blocks each, in a pool of 30; layers have different planes."""
-    folder, rng = checkpoint("glm_moe_dsa"), random.Random(2)
-    prompts, sampling = [random_prompt(rng, 10) for _ in range(4)], Sampling(max_tokens=40, temperature=0.0)
-    core = make_core(folder, block_size=4, num_blocks=30, preemption_mode=mode, swap_space_gib=0.01, max_model_len=64)
-    outputs = generate(core, prompts, sampling)
-    assert core.scheduler.num_preemptions
-    assert_preferred(folder, prompts, outputs, sampling)
-
-
-def test_cached_prefixes_forks_and_beams(checkpoint: Checkpoints) -> None:
-    """Covers a repeated and an extended prompt, three sequences of one prompt, and four beams, which share blocks."""
-    folder, prompt = checkpoint("glm_moe_dsa"), random_prompt(random.Random(7), 70)
-    core = make_core(folder, block_size=8, max_num_batched_tokens=40, num_blocks=96, max_model_len=128)
-    (answer,) = generate(core, [prompt], GREEDY)
-    for again, num_cached in ((prompt, 64), ([*prompt, *answer, 5, 6], 80)):
-        request = Request("again", RequestSpec(again, GREEDY))
-        run(core, [request])
-        assert request.num_cached_tokens == num_cached
-        assert_preferred(folder, [again], [request.output_token_ids], GREEDY)
-    forked = run(core, [Request("n", RequestSpec(prompt[:45], Sampling(max_tokens=12, temperature=0.0, n=3)))])["n"]
-    outputs = [[token.token_id for token in forked[index]] for index in range(3)]
-    assert prefers(folder, [prompt[:45]] * 3, outputs, [12] * 3)
-    beams = Sampling(n=4, beam_width=4, temperature=0.0, max_tokens=12)
-    found = run(core, [Request("b", RequestSpec(prompt[:33], beams))])["b"]
-    outputs = [[token.token_id for token in found[index]] for index in range(4)]
-    assert_all_same_beams(folder, [prompt[:33]], [outputs], beams)
 
 
 def test_layers_without_an_indexer_keep_no_index_keys(checkpoint: Checkpoints) -> None:

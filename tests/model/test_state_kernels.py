@@ -48,11 +48,8 @@ OLDER = ["-mno-avx512f", "-march=x86-64"]
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def _two_threads(kept_threads: None) -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def a_case(name: str, num_rows: int) -> RecurrentCase:

@@ -20,32 +20,26 @@ from pd_cluster.devices.core_affinity import CoreAffinity
 from pd_cluster.devices.core_ledger import CoreLedger
 from pd_cluster.devices.openmp_spinning import QUIET_S, WINDOW_S, Spinning
 from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.kernels.cpu.ops import CpuOps
 from pd_cluster.model.layers.ops import Heads
 from pd_cluster.model.layers.packed_linear import PackedLinear
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.native.build import openmp_runtime
 from pd_cluster.native.thread_binding import team_binding
 from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
-from tests.model.test_cpu_kernels import LAYER, CpuOps, make_batch, make_rope, ops
+from tests.model.test_cpu_kernels import LAYER, make_batch, make_rope
 from tests.support.checkpoints import CONFIGS
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.held import held, more_than
-
-__all__ = ["ops"]  # a fixture
 
 THREADS = (2, 3, 7)
 SEQUENCES = [(1, 2000), (1, 0), (1, 300), (5, 63), (33, 0), (200, 77), (1, 15)]
 WIDTHS = ((1, 1024), (200, 1025), (768, 768), (1000, 8192), (100_000, 256))
 
-pytestmark = pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch has one thread")
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch has one thread"),
+]
 
 
 def assert_same_with_all(compute: Callable[[], torch.Tensor]) -> None:

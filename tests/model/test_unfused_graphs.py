@@ -39,7 +39,7 @@ def plain(folder: Path) -> PlainCausalLM:
         patch.setattr(float_products, "can_run", lambda: True)
         model = model_loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
     assert isinstance(model, PlainCausalLM)
-    model._attend = attend_without_lengths
+    model.attend = attend_without_lengths
     return model
 
 

@@ -85,8 +85,8 @@ class Emulator:
         self._call("pd_copy", (_Range(target, nbytes, True), _Range(source, nbytes)), nbytes, keep_alignment=True)
 
     def pd_attend(self, step_address: int, layer_address: int, pool: int, qkv: int, out: int) -> None:
-        step = ops._Step.from_buffer_copy(ctypes.string_at(step_address, ctypes.sizeof(ops._Step)))
-        layer = ops._Layer.from_buffer_copy(ctypes.string_at(layer_address, ctypes.sizeof(ops._Layer)))
+        step = ops.StepFields.from_buffer_copy(ctypes.string_at(step_address, ctypes.sizeof(ops.StepFields)))
+        layer = ops.LayerFields.from_buffer_copy(ctypes.string_at(layer_address, ctypes.sizeof(ops.LayerFields)))
         num_seqs, num_tokens, dim = step.num_seqs, step.num_tokens, layer.head_dim
         num_blocks = (ctypes.c_int32 * (num_seqs + 1)).from_address(step.table_starts)[num_seqs]
         sizes = {

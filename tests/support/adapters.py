@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,15 @@ def merged(base: Path, adapter: Path, out: Path) -> Path:
     shutil.copytree(base, out, ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(out)
     return out
+
+
+def merged_models(base: Path, folder: Path, ranks: Mapping[str, int], within: str = "") -> dict[str, Path]:
+    """Makes adapters `folder`/`within`/NAME of these ranks. Returns folders by name: the model ("") and merged ones."""
+    found = {"": base}
+    for seed, (name, rank) in enumerate(ranks.items()):
+        adapter = make_adapter(folder / within / name, base, seed, rank=rank)
+        found[name] = merged(base, adapter, folder / f"merged-{name}")
+    return found
 
 
 def loaded(*folders: Path, **settings: Any) -> AdapterSettings:

@@ -230,7 +230,7 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
     found = CudaOps(lambda *_: torch.empty(0)).experts(router, weights, "silu")(x)
     if kind == ROUNDED:
         expected = Experts(router, ExpertLayers(weights), TorchOps(), "silu")
-        expected._gate_up, expected._down = (
+        expected.layers.gate_ups, expected.layers.downs = (
             [each.expert(i).reference() for i in range(5)] for each in (weights.gate_up, weights.down)
         )
     else:
@@ -238,6 +238,6 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
             ExpertStack(PLAIN, {"weight": s.whole().matrix()}, torch.float32) for s in (weights.gate_up, weights.down)
         )
         expected = Experts(router, ExpertLayers(ExpertWeights(*numbers)), TorchOps(), "silu")
-        expected._router = PlainLinear(router.weight, None)
+        expected.router = PlainLinear(router.weight, None)
     tolerance = 2e-2 if kind == ROUNDED else 2e-5  # an activation may round to the neighbouring code
     assert (found - expected(x)).abs().max() <= tolerance * found.abs().max()

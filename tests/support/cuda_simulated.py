@@ -76,7 +76,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "zeros"):
         patch.setattr(torch, name, _unpinned(getattr(torch, name)))
     patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # weights are packed for CPUs only,
-    patch.setattr(packed_products, "_library", lambda flags: None)  # and multiplied in bfloat16 there
+    patch.setattr(packed_products, "load_library", lambda flags: None)  # and multiplied in bfloat16 there
     patch.setattr(step_graphs, "MAX_START_S", 0.0)
 
 

@@ -127,7 +127,7 @@ def expected_slots(rows: IndexRows, batch: ForwardBatch) -> list[list[int]]:
 
 
 def lists_in(batch: ForwardBatch, chosen: torch.Tensor) -> list[list[int]]:
-    nums = listed_keys._lists(batch, chosen.shape[1]).nums_listed.tolist()
+    nums = listed_keys.lists_of(batch, chosen.shape[1]).nums_listed.tolist()
     return [row[:num] for row, num in zip(chosen.tolist(), nums, strict=True)]
 
 

@@ -31,6 +31,7 @@ from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.transport import device_pair
 from pd_cluster.transport.device_memory import MemoryPart
+from tests.support.recorded import refill
 
 ANSWERS_HOST = {"aten::equal", "aten::_local_scalar_dense", "aten::item"}
 
@@ -97,16 +98,8 @@ class _Launches(TorchDispatchMode):
         inputs = [each for arg in args for each in (arg if isinstance(arg, (tuple, list)) else [arg])]
         if func.is_view or not any(isinstance(each, torch.Tensor) for each in inputs):
             return out
-        outs = out if isinstance(out, (tuple, list)) else [out]
-        self._stream.launch(lambda: self._again(func, args, kwargs, outs))
+        self._stream.launch(lambda: refill(out, func(*args, **kwargs)))  # with its inputs' current content
         return out
-
-    @staticmethod
-    def _again(func: Any, args: Any, kwargs: Any, outs: Any) -> None:
-        """Repeats a call with its inputs' current content."""
-        fresh = func(*args, **kwargs)
-        for to, of in zip(outs, fresh if isinstance(fresh, (tuple, list)) else [fresh], strict=True):
-            to.copy_(of)
 
 
 class FakeModule:

@@ -70,7 +70,7 @@ class Hall:
 
     def measured(self, tokens_per_s: float) -> None:
         """Sets the measured rate of admitted prompt tokens."""
-        self.room._rate = Steady(tokens_per_s)
+        self.room.rate = Steady(tokens_per_s)
 
 
 class Steady(AdmissionRate):

@@ -58,6 +58,14 @@ def processes_of(text: str) -> list[str]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Returns whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def _is_own(entry: Path) -> bool:
     try:
         return entry.stat().st_uid == os.getuid()

@@ -47,16 +47,16 @@ class Hub:
 
         class Handler(BaseHTTPRequestHandler):
             def do_HEAD(self) -> None:
-                hub._answer(self)
+                hub.answer(self)
 
             def do_GET(self) -> None:
-                hub._answer(self)
+                hub.answer(self)
 
             def log_message(self, *_: Any) -> None: ...
 
         return Handler
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(request.path).partition("?")[0]
         self.asked.append(path)
         parts = path.strip("/").split("/")

@@ -133,3 +133,17 @@ def await_subscriber(publisher: EventPublisher, reader: Reader) -> int:
         while (found := reader.next(50)) is not None:
             if found[0] == newest:
                 return newest + 1
+
+
+class ToMirror:
+    """Replaces the publisher; applies every encoded batch to a mirror."""
+
+    num_published = num_dropped = 0
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    def publish(self, batch: EventBatch) -> None:
+        self._mirror.hear(DECODER.decode(msgspec.msgpack.encode(batch)))
+
+    def close(self) -> None: ...

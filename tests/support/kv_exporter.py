@@ -16,13 +16,12 @@ from pd_cluster import wire
 from pd_cluster.devices.device import Device, use
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.kv_pool import KVPool
-from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.process_configs import Credentials, WorkerConfig
-from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.link_factory import Transports
 from pd_cluster.transport.link_frames import LinkKey
 from pd_cluster.types import TokenOutput
+from tests.support.worker_configs import worker_config
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, planes=keys_and_values(64), block_size=16, dtype="bfloat16")
 NUM_BLOCKS = 512
@@ -67,20 +66,8 @@ class Frame(msgspec.Struct, tag=True):
 
 
 def make_config(choice: str, transfer_timeout_s: float = 30.0) -> WorkerConfig:
-    return WorkerConfig(
-        name="worker",
-        role="prefill",
-        server_ip="127.0.0.1",
-        bind_address="127.0.0.1",
-        device_ids=["0"],
-        epoch=1,
-        credentials=Credentials(b"secret"),
-        num_threads=1,
-        kv_transport=choice,  # type: ignore[arg-type]
-        kv_port_range=PortRange(),
-        engine=EngineConfig(model="m"),
-        timeouts=Timeouts(connect_timeout_s=20.0, transfer_timeout_s=transfer_timeout_s),  # a first launch may compile
-    )
+    timeouts = Timeouts(connect_timeout_s=20.0, transfer_timeout_s=transfer_timeout_s)  # a first launch may compile
+    return worker_config(credentials=Credentials(b"secret"), kv_transport=choice, timeouts=timeouts)
 
 
 def make_pool(kind: str, seed: int, num_blocks: int = NUM_BLOCKS) -> KVPool:

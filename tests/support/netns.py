@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pd_cluster.cluster.processes.launcher import Member
 from ranktable_tools import generate, write
 from ranktable_tools.merge import merge
@@ -30,6 +32,18 @@ CLONE_NEWNET = 0x40000000
 
 class CannotMakeNamespaces(Exception):
     """Explains why this machine or user cannot make namespaces."""
+
+
+@contextlib.contextmanager
+def visited(names: Sequence[str]) -> Iterator[Network]:
+    """Yields a network of these hosts and the hub, with this thread on the hub; skips the test where there is none."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(Network(names))
+        except CannotMakeNamespaces as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        stack.enter_context(made.visit())
+        yield made
 
 
 class Network:

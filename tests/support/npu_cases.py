@@ -323,8 +323,8 @@ def test_torch_npu_writes_the_attention_of_a_graph_down_and_tells_it_new_lengths
     mode = graphs._GraphDispatchMode()
     try:
         with torch.inference_mode(), mode:
-            found = npu._attend(torch.zeros(3, 4, 128), 0, pool, planned, Scoring(0.1, 64, None))
-            mode.update_capture_record([dict(npu_attention._host_values(np.array([9, 10, 0])))])
+            found = npu.attend(torch.zeros(3, 4, 128), 0, pool, planned, Scoring(0.1, 64, None))
+            mode.update_capture_record([dict(npu_attention.host_values_of(np.array([9, 10, 0])))])
     finally:
         library._destroy()
     assert found.shape == (3, 4, 128)

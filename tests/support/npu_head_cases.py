@@ -79,13 +79,13 @@ def test_a_device_that_refuses_the_heads_goes_the_slow_way(
 def test_a_device_that_computes_some_heads_wrongly_gets_only_others(
     tmp_path: Path, machine: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = machine._attended
+    right = machine.attended
 
     def without_the_end(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
         """Simulates a fault: scores ignore a head's dimensions beyond 64."""
         return right(torch.cat((q[..., :64], torch.zeros_like(q[..., 64:])), dim=-1), k, *rest)
 
-    monkeypatch.setattr(machine, "_attended", without_the_end)
+    monkeypatch.setattr(machine, "attended", without_the_end)
     folder = make_checkpoint(tmp_path, "gemma3_text", head_dim=96, **SIZES)
     with pytest.raises(ConfigError, match="head_dim 96"):
         core_of(folder, npu_head_dims="wide")
@@ -113,11 +113,11 @@ FAULTS = {
         lambda right: lambda n, s, la, m, b, a, g: right(n, s, la, m, b if n > 1 else s, a, g),
     ),
     "sinks left out": (
-        "_attended",
+        "attended",
         lambda right: lambda q, k, v, scale, mask, sinks: right(q, k, v, scale, mask, None),
     ),
-    "the wrong key head": ("_attended", lambda right: lambda q, k, *rest: right(q, k.flip(1), *rest)),
-    "not a number": ("_attended", lambda right: lambda *given: right(*given) * float("nan")),
+    "the wrong key head": ("attended", lambda right: lambda q, k, *rest: right(q, k.flip(1), *rest)),
+    "not a number": ("attended", lambda right: lambda *given: right(*given) * float("nan")),
 }
 
 

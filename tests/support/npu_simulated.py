@@ -44,8 +44,8 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     for name in ("empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.backends.mkldnn.is_available = lambda: False  # weights are neither packed for CPUs
-    packed_products._library = lambda flags: None  # nor multiplied in bfloat16 as there
+    torch.backends.mkldnn.is_available = lambda: False  # neither packs weights for CPUs
+    packed_products.load_library = lambda flags: None  # nor multiplies in bfloat16 as on CPUs
     devices.npu_files = lambda: [f"/dev/davinci{i}" for i in range(NUM_DEVICES)]
 
 
@@ -159,7 +159,7 @@ def fused_infer_attention_score(
         keys = key[block_table[i].long()].view(-1, num_key_value_heads, query.shape[-1])[:seen]
         values = value[block_table[i].long()].view(-1, num_key_value_heads, width)[:seen]
         mask = _mask(len(queries), seen, input_layout, sparse_mode, pre_tokens, next_tokens, atten_mask)
-        results.copy_(_attended(queries, keys, values, scale, mask, sinks))
+        results.copy_(attended(queries, keys, values, scale, mask, sinks))
     return out, query.new_empty(0, dtype=torch.float32)
 
 
@@ -234,7 +234,7 @@ def _later_keys() -> torch.Tensor:
     return torch.ones(2048, 2048, dtype=torch.int8).triu(1)
 
 
-def _attended(
+def attended(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

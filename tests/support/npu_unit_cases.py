@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,12 @@ from torch._C._distributed_c10d import HashStore
 from pd_cluster.devices.device import Device, bind
 from pd_cluster.engine.unit.unit_meeting import gloo_group
 from pd_cluster.model.parallel.device_unit_group import DeviceUnitGroup, UnitEnds, device_end
-from pd_cluster.transport.meeting import Meeting
 from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, random_prompt
+from tests.support.unit_exchange import WAIT_S, connected, exchange_rows
 from tests.support.unit_threads import Hall, run_in_step, unit
 
-WAIT_S = 20.0
 MAX_TOKENS = 8
 SETTINGS: dict[str, Any] = {
     "num_blocks": 24,
@@ -42,58 +38,9 @@ def meet(store: Any, rank: int, size: int) -> UnitEnds:
     return UnitEnds(gloo_group(store, rank, size, "127.0.0.1"), device_end(store, rank, size, Device("npu", rank)))
 
 
-def members(size: int) -> list[DeviceUnitGroup]:
-    """Returns connected ends; their keys are encoded as between processes."""
-    meetings: list[Meeting] = []
-
-    def post(rank: int, key: str, value: bytes) -> None:
-        for other, meeting in enumerate(meetings):
-            if other != rank:
-                meeting.put(key, value)
-
-    def ends(rank: int) -> UnitEnds:
-        with meetings[rank].held():
-            return meet(meetings[rank].store, rank, size)
-
-    meetings += [Meeting(WAIT_S, partial(post, rank), size - 1) for rank in range(size)]
-    return [DeviceUnitGroup(rank, size, partial(ends, rank), WAIT_S) for rank in range(size)]
-
-
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (3, torch.float32)])
 def test_rows_are_exchanged_and_added_in_float32_in_the_order_of_members(size: int, dtype: torch.dtype) -> None:
-    """Covers members with any number of rows, none included; each result is rounded once."""
-    rng, made = random.Random(size), torch.Generator().manual_seed(size)
-    steps = [[rng.choice((0, 1, 5, 64)) for _ in range(size)] for _ in range(10)] + [[0] * size, [3] * size]
-    rows = [[torch.randn(num, 24, generator=made).to(dtype) for num in step] for step in steps]
-    parts = [(torch.randn(size, sum(step), 24, generator=made) * 1e3).to(dtype) for step in steps]
-    barrier = threading.Barrier(size)
-
-    def member(group: DeviceUnitGroup) -> None:
-        barrier.wait(WAIT_S)
-        group.form()
-        group.loaded()
-        for step, xs, partials in zip(steps, rows, parts, strict=True):
-            own = step[group.rank]
-            told = group.agree(own)
-            assert told == step
-            group.rows = None if step == [3] * size else told
-            chosen, weights = torch.full((own, 3), 200 + group.rank), torch.full((own, 3), group.rank + 0.1)
-            found = group.gather(xs[group.rank], chosen, weights)
-            of_all = torch.cat([torch.full((num, 3), rank) for rank, num in enumerate(step)])
-            assert torch.equal(found[0], torch.cat(xs))
-            assert torch.equal(found[1], 200 + of_all)
-            assert torch.equal(found[2], of_all + 0.1)
-            assert [each.dtype for each in found] == [dtype, torch.int64, torch.float32]
-            assert all(each.is_contiguous() for each in found)
-            start = sum(step[: group.rank])
-            total = partials[0, start : start + own].float()
-            for other in partials[1:]:
-                total = total + other[start : start + own]
-            assert torch.equal(group.combine(partials[group.rank]), total.to(dtype))
-
-    with ThreadPoolExecutor(size) as threads:
-        for each in [threads.submit(member, group) for group in members(size)]:
-            each.result(2 * WAIT_S)
+    exchange_rows(connected(size, meet, DeviceUnitGroup), dtype, on_device=True)
 
 
 class Agreeing(DeviceUnitGroup):

@@ -22,6 +22,7 @@ from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Logprobs, PromptOutput, Request, RequestSpec, Sampling, Status
 from tests.support.drafts import liars
+from tests.support.seeds import of_seed
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
 LONGEST = 40
@@ -219,9 +220,7 @@ def explore(
     seen: Counter[str] = Counter()
     for seed in seeds:
         traffic = Traffic(seed, launches, drafts, kinds)
-        try:
+        with of_seed(seed):
             traffic.run(num_requests)
             seen += traffic.verify()
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
     return seen

@@ -24,7 +24,7 @@ class _Record(TorchDispatchMode):
         if func._schema.is_mutable:
             self.calls.append(lambda: func(*args, **kwargs))
         elif not func.is_view or not _storages(args) >= _storages([out]):  # a view operator may copy, as reshape does
-            self.calls.append(lambda: _refill(out, func(*args, **kwargs)))
+            self.calls.append(lambda: refill(out, func(*args, **kwargs)))
         return out
 
 
@@ -34,12 +34,12 @@ def _storages(given: Any) -> set[int]:
     return set().union(*map(_storages, given)) if isinstance(given, (tuple, list)) else set()
 
 
-def _refill(out: Any, fresh: Any) -> None:
+def refill(out: Any, fresh: Any) -> None:
     if isinstance(out, torch.Tensor):
         out.copy_(fresh)
     elif isinstance(out, (tuple, list)):
         for to, of in zip(out, fresh, strict=True):
-            _refill(to, of)
+            refill(to, of)
 
 
 def recorded(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -33,7 +33,7 @@ class Scheduler:
         self.fence.note(term)
 
     async def look(self) -> None:
-        await self.shared._look()
+        await self.shared.look()
 
     async def stop(self) -> None:
         """Releases the lease, as its process does at its end."""

@@ -224,10 +224,10 @@ class Judge:
             else:
                 check_named(outcome)
             for tokens in outcome.choices.values():
-                self._check_tokens(outcome, tokens)
+                self.check_tokens(outcome, tokens)
         return Counter(kind_of(outcome) for outcome in outcomes)
 
-    def _check_tokens(self, outcome: Outcome, tokens: list[int]) -> None:
+    def check_tokens(self, outcome: Outcome, tokens: list[int]) -> None:
         """Asserts the right tokens, or a prefix of them before an error in the stream."""
         expected = self._expected[outcome.ask.prompt][: outcome.ask.max_tokens]
         if not outcome.answered:

@@ -14,9 +14,7 @@ from pd_cluster.devices.device_kinds import DeviceKind
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.numerics import Numerics
-from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.process_configs import Credentials, WorkerConfig
-from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.device_memory import DeviceMemory
 from pd_cluster.transport.link_events import Arrived, LinkEvent
@@ -27,6 +25,7 @@ from pd_cluster.transport.transport_table import BY_NAME
 from pd_cluster.transport.unix_server import UnixServer
 from pd_cluster.types import TokenOutput
 from tests.support.fake_device import MemfdMemory, put_on
+from tests.support.worker_configs import worker_config
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 NUM_BLOCKS = 12
@@ -123,10 +122,6 @@ class Pair:
             sending.join(WAIT_S)
             self._sequence += 1
 
-    def move_after(self, sequence: int, piece: wire.KVPiece, into: list[int]) -> None:
-        self._sequence = sequence
-        self.move(piece, into)
-
     @property
     def server(self) -> UnixServer | None:
         """Returns the server of P's pool, if its transport has one; it lasts as long as P's process."""
@@ -145,20 +140,8 @@ def blocks(ids: list[int], first_layer: int = 0, num_layers: int = 2) -> wire.KV
 
 
 def make_config(transport: str, secret: bytes = b"s", connect_timeout_s: float = 5.0) -> WorkerConfig:
-    return WorkerConfig(
-        name="prefill-0",
-        role="prefill",
-        server_ip="127.0.0.1",
-        bind_address="127.0.0.1",
-        device_ids=["0"],
-        epoch=1,
-        credentials=Credentials(secret),
-        num_threads=1,
-        kv_transport=transport,  # type: ignore[arg-type]
-        kv_port_range=PortRange(),
-        engine=EngineConfig(model="m"),
-        timeouts=Timeouts(connect_timeout_s=connect_timeout_s),
-    )
+    timeouts = Timeouts(connect_timeout_s=connect_timeout_s)
+    return worker_config(credentials=Credentials(secret), kv_transport=transport, timeouts=timeouts)
 
 
 class Link:
@@ -248,4 +231,4 @@ class Link:
         self.send.close()
         self.receive.close()
         for each in (self.send, self.receive):
-            each._thread.join(WAIT_S)  # the thread still uses the device
+            each.thread.join(WAIT_S)  # the thread still uses the device

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.replaced_weights import check_replacement
 from pd_cluster.wire import WeightVersion
+from tests.support.cluster import LiveCluster
 
 
 def make_version(base: Path, folder: Path, seed: int) -> Path:
@@ -23,6 +24,27 @@ def make_version(base: Path, folder: Path, seed: int) -> Path:
     for file in folder.glob("*.safetensors"):
         save_file({name: _shuffled(each, generator) for name, each in load_file(file).items()}, file, {"format": "pt"})
     return folder
+
+
+def two_versions(base: Path, root: Path) -> Path:
+    for seed in (1, 2):
+        make_version(base, root / f"step-{seed}", seed)
+    return root
+
+
+def restarted(cluster: LiveCluster, *names: str) -> None:
+    """Kills and restarts instances."""
+    for name in names:
+        cluster.kill(name)
+        cluster.await_exit(name)
+    cluster.wait_until("the loss is noticed", lambda: not {*names} & {*info_of(cluster)["instances"]})
+    for name in names:
+        cluster.start_member(name)
+
+
+def info_of(cluster: LiveCluster) -> dict[str, Any]:
+    info: dict[str, Any] = cluster.ask_admin("GET", "/weight_info").json()
+    return info
 
 
 def _shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

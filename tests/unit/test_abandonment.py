@@ -82,7 +82,7 @@ async def test_a_request_that_would_be_answered_too_late_is_refused_with_a_time_
     client = await hall.room.turn("a", 10, 1)
     hall.room.begun(client)
     for at in range(20):
-        hall.room._abandonment.note(client.client.leave_times, asyncio.get_running_loop().time() + at / 5, 0.2, True)
+        hall.room.abandonment.note(client.client.leave_times, asyncio.get_running_loop().time() + at / 5, 0.2, True)
     hall.close()
     (late,) = await hall.waiting(1)
     with pytest.raises(Overloaded, match=r"has waited .* the 0.19 s after") as refused:

@@ -103,7 +103,7 @@ def test_one_that_may_be_tried_and_its_defaults(tmp_path: Path) -> None:
 
 def test_without_transformers_the_worker_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forget() -> None:
-        for cached in (architectures._table, architectures._statements):
+        for cached in (architectures.table_of, architectures.statements_of):
             cached.cache_clear()
 
     monkeypatch.setattr(architectures, "_folder", lambda: None)

@@ -63,7 +63,7 @@ def test_copies_never_get_the_stream_that_is_captured(kind: DeviceKind, monkeypa
     make = capture(Device(kind))
     for _ in range(2):
         make(lambda: None)
-    copying = [CopyStream(Device(kind))._stream for _ in range(2 * POOL_SIZE)]
+    copying = [CopyStream(Device(kind)).stream for _ in range(2 * POOL_SIZE)]
     assert len(captured) == 2
     assert not set(captured) & set(copying)
 
@@ -84,7 +84,7 @@ def test_loading_an_adapter_waits_for_launches_but_not_for_the_device(monkeypatc
     adapters.clear_slot(1)
     assert done == ["put", "step", "dropped"]
     prompts = PromptAdapters(8, KVLayout(1, 1, keys_and_values(8), 16, "float32"), device=device)
-    prompts._loaded[1] = None  # type: ignore[assignment]
+    prompts.loaded[1] = None  # type: ignore[assignment]
     gpu.launch(0, lambda: done.append("prompt"))
     prompts.clear_slot(1)
     assert done[-1] == "prompt"

@@ -17,6 +17,7 @@ from pd_cluster.checkpoints.weight_files import SAMPLE_NBYTES
 from pd_cluster.errors import ModelError
 from pd_cluster.settings.engine_config import EngineConfig
 from tests.support.checkpoints import make_tokenizer
+from tests.support.faults import fault as fault_of
 from tests.support.sparse_files import MANY_NBYTES, num_bytes_read, padded
 
 DATA_NBYTES = 4 * SAMPLE_NBYTES
@@ -40,10 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def fault(model: Path | str) -> str:
-    with pytest.raises(ModelError) as caught:
-        Checkpoint.open(str(model))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return fault_of(lambda: Checkpoint.open(str(model)), ModelError)
 
 
 def test_a_good_folder_and_its_context(folder: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,12 @@ from pd_cluster.cluster.members.cluster_credentials import admin_token_of, crede
 from pd_cluster.cluster.members.rank_table_place import Place, find_place
 from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import plan_cluster
-from pd_cluster.errors import ConfigError
 from pd_cluster.settings.process_settings import KeyFiles
 from ranktable_tools import RankTableError, cli
 from ranktable_tools.cluster_keys import read_scheduler_key, read_secret, secret_text, write_keys
 from ranktable_tools.public_keys import public_key
 from ranktable_tools.table_files import PRIVATE, Access
+from tests.support.faults import fault
 
 NAMES = ("cluster.secret", "scheduler.key", "admin.token")
 GEN = ["--device", "cpu", "--server-ip", "10.0.0.1"]
@@ -42,13 +41,6 @@ def place(folder: Path, which: str = "host") -> Place:
     (table,) = folder.glob("global_*.json")
     env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table)}
     return find_place({**env, "RANK_TABLE_FILE_PATH": str(folder / f"local_ranktable_10.0.0.1_{which}.json")})
-
-
-def fault(work: Callable[[], object]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        work()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # ---- keys

@@ -18,6 +18,7 @@ from pd_cluster.api.connections.connection_limiter import (
 from pd_cluster.api.connections.refusals import PERIOD_S, RefusalLog
 from pd_cluster.errors import Overloaded, Unavailable
 from pd_cluster.settings.routing_settings import ConnectionLimits
+from tests.support.clock import Clock
 
 NUM_SPARE = ConnectionLimits().spare
 MANY = 1 << 20  # number of descriptors
@@ -35,13 +36,6 @@ class LimitedConnection:
     def expire(self) -> bool:
         self.num_expired += 1
         return self.is_to_blame
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def enter(

@@ -251,7 +251,7 @@ def test_the_thread_of_a_team_that_waits_most_counts(at: Time) -> None:
     cores = OWN | {max(ALL) + 4000 + core for core in range(len(threads) - 1)}  # the kernel ignores missing cores
     home = CoreAffinity(cores, ALL, ALL, waited_of, lambda num_threads, cores: threads[:num_threads], lambda: at.now_s)
     steps = 0
-    while home.clock() >= home._away_until_s:
+    while home.clock() >= home.away_until_s:
         home.begin()
         home.take(len(threads))
         at.now_s += 0.01

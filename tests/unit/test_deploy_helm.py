@@ -259,8 +259,9 @@ def test_the_endpoint_picker_asks_the_pods_of_the_pool(at: int, monkeypatch: pyt
     result = CliRunner().invoke(app, [each.partition(" #")[0] for each in container["args"][1:]])
     assert result.exit_code == 0, result.exception
     watch, choice, listening, drain_s = asked["given"]
-    assert watch._addresses == [("pd-join", pool["targetPorts"][0]["number"])]
-    assert (choice._most, choice._num) == (PICKERS[at].get("maxRequests", 0), 1 + PICKERS[at].get("fallbacks", 0))
+    assert watch.addresses == [("pd-join", pool["targetPorts"][0]["number"])]
+    assert choice.most_requests == PICKERS[at].get("maxRequests", 0)
+    assert choice.num_endpoints == 1 + PICKERS[at].get("fallbacks", 0)
     assert (listening.port, listening.certificate is not None) == (service["ports"][0]["targetPort"] and 9002, at == 1)
     (pause_s,) = container["lifecycle"]["preStop"]["exec"]["command"][1:]
     assert workload["spec"]["terminationGracePeriodSeconds"] >= int(pause_s) + drain_s + 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.transport.link_copies import Copies
 from pd_cluster.transport.link_events import Drained, Landed, LinkFailed
 from pd_cluster.transport.one_sided import OneSidedReceiver
-from tests.support.fake_device import FakeGroup, FakeModule, content, fill, install
+from tests.support.fake_device import FakeModule, content, fill
 from tests.support.transports import LAYOUT, TOKEN, WAIT_S, Link, Pair, blocks
 
 P_WROTE, D_WROTE = 3.0, 5.0
@@ -49,13 +49,6 @@ def ways(kind: DeviceKind, group: str) -> list[Way]:
 
 CUDA, NPU = ways("cuda", "nccl"), ways("npu", "hccl")
 IPC, NCCL, GLOO, HCCL = CUDA[2], CUDA[3], CUDA[4], NPU[3]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
-    yield install(monkeypatch)
-    for group in FakeGroup.made:
-        group.aborted.set()
 
 
 def open_link(way: Way) -> Link:
@@ -195,21 +188,21 @@ def test_copies_that_do_not_end_end_the_link(
     marker: Marker, reason: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = open_link(IPC)
-    receiver = link.receive._receiver
+    receiver = link.receive.receiver
     assert isinstance(receiver, OneSidedReceiver)
     monkeypatch.setattr(receiver.copies, "launch", Copies(CPU).launch)
-    receiver.copies._last = marker
+    receiver.copies.last = marker
     link.transfer([1, 2], [7, 8])
     failed = link.events.get(timeout=WAIT_S)
     assert isinstance(failed, LinkFailed)
     assert failed.reason.endswith(reason)
-    receiver.copies._last = REACHED
+    receiver.copies.last = REACHED
     link.close()
 
 
 def test_a_device_that_is_beyond_use_writes_nothing_and_so_is_drained() -> None:
     copies = Copies(CPU)
-    copies._last = Never("CUDA error: device-side assert")
+    copies.last = Never("CUDA error: device-side assert")
     copies.drain()
     with pytest.raises(LinkError, match="device-side assert"):
         copies.settle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -22,15 +21,8 @@ from pd_cluster.transport import device_pair as transport_pair
 from pd_cluster.transport.device_pair import RECEIVER
 from pd_cluster.transport.dist import DistReceiver, DistSender, GroupOffer
 from pd_cluster.transport.link_events import Landed
-from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, install, put_on
+from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, put_on
 from tests.support.transports import CHECKSUM, LAYOUT, WAIT_S, Link, Pair, blocks, peer_of, place_of, random_pool
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
-    yield install(monkeypatch)
-    for group in FakeGroup.made:
-        group.aborted.set()
 
 
 class Group(NamedTuple):
@@ -60,7 +52,7 @@ def test_two_pools_on_one_device_are_no_pair(group: Group) -> None:
 def test_a_payload_that_does_not_come_aborts_the_pair(group: Group) -> None:
     pair = group.pair()
     receiver: Any = pair.receiver
-    receiver._place = replace(receiver._place, transfer_s=0.2)
+    receiver.place = replace(receiver.place, transfer_s=0.2)
     with pytest.raises(LinkError, match=r"no payload was transferred within 0\.2 s"):
         pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
     assert [each.aborted.is_set() for each in FakeGroup.made].count(True) == 1
@@ -72,14 +64,14 @@ def test_a_device_keeps_the_memory_of_an_aborted_payload_until_it_has_ended_it(g
     pair = group.pair()
     receiver = next(each for each in FakeGroup.made if each.rank == RECEIVER)
     buffer = torch.zeros(4)
-    work = pair.receiver._group.recv([buffer], 0, 0)  # type: ignore[attr-defined]
+    work = pair.receiver.group.recv([buffer], 0, 0)  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="no payload was transferred"):
         work.wait(timedelta(seconds=0.05))
     assert receiver.aborted.is_set()
 
     def is_kept() -> bool:
         group.pair().close()  # closing a pair releases what earlier pairs left
-        return any(each is buffer for _, kept in transport_pair._quarantine for each in kept)
+        return any(each is buffer for _, kept in transport_pair.quarantine for each in kept)
 
     pair.close()
     assert is_kept()

@@ -60,18 +60,14 @@ def test_faults_of_acceptance_are_noticed(monkeypatch: pytest.MonkeyPatch, fault
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_much_random_traffic_with_drafts() -> None:
-    explore(range(5000, 5700), drafts=True)
-    explore(range(5700, 6400), launches=True, drafts=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_much_random_traffic_a_step_ahead() -> None:
-    explore(range(2500, 4000), launches=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_much_random_traffic() -> None:
-    explore(range(1000, 2500))
+@pytest.mark.parametrize(
+    ("seeds", "more"),
+    [
+        (range(1000, 2500), {}),
+        (range(2500, 4000), {"launches": True}),
+        (range(5000, 5700), {"drafts": True}),
+        (range(5700, 6400), {"launches": True, "drafts": True}),
+    ],
+)
+def test_much_random_traffic(seeds: range, more: dict[str, bool]) -> None:
+    explore(seeds, **more)

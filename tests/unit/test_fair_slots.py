@@ -170,7 +170,7 @@ async def running(module: str, timeout_s: float = DEADLINE_S) -> AsyncIterator[C
     """Runs child processes for jobs; asserts afterwards that no place is taken and nothing waits."""
     jobs = ChildPool(module, b"{}", timeout_s, "job")
     yield jobs
-    await until(lambda: not jobs._tasks, 0.01)
+    await until(lambda: not jobs.tasks, 0.01)
     for turns in (jobs.turns, jobs.slow_turns):
         assert (turns.num_waiting, turns.num_held) == (0, 0)
     assert jobs.slow == []

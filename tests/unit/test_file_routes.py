@@ -67,8 +67,8 @@ def test_batches_run_for_owners_with_a_key(tmp_path: Path) -> None:
 def test_a_server_that_cannot_keep_files_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = KeptFiles(str(tmp_path / "files"))
     with pytest.raises(ConfigError, match="USE_OPENAI=0"):
-        serve_scheduler._check_files(files, openai=False)
-    serve_scheduler._check_files(files, openai=True)
+        serve_scheduler.check_files(files, openai=False)
+    serve_scheduler.check_files(files, openai=True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'pd-cluster\[files\]'"):
-        serve_scheduler._check_files(files, openai=True)
+        serve_scheduler.check_files(files, openai=True)

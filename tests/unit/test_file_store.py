@@ -15,22 +15,16 @@ from pd_cluster.service.files.batch_store import BatchStore
 from pd_cluster.service.files.file_store import CONTENT, DATABASE, FileObject, FileStore, QuotaExceeded
 from pd_cluster.service.files.kept_rows import Paging
 from pd_cluster.settings.file_settings import KeptFiles
+from tests.support.clock import Clock
 from tests.support.full_disks import full_disk
 
 MIB = 1 << 20
 ALL = Paging(10_000)
 
 
-class Clock:
-    now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1_000_000.0)
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_a_flat_row_is_weighed_once_and_hardly_sorted(outlier: float, monkeypatc
     line = torch.randn(40_000, generator=torch.Generator().manual_seed(4)) * 0.01
     line[7] += outlier
     best = line.amax(0, keepdim=True).numpy()
-    token_id = draws._draw_from_many(
+    token_id = draws.draw_from_many(
         line.numpy(), best, DrawParameters.of([Sampling(top_p=0.9)], np.array([0.5]), len(line))
     )
     assert 0 <= token_id < len(line)

@@ -141,7 +141,7 @@ def test_a_sender_that_dies_or_stands_still_is_noticed(tmp_path: Path, number: s
     processes: list[subprocess.Popen[bytes]] = []
 
     def send(sender: PayloadSender, to: ReceiverAddress) -> None:
-        private = sender._keys.private.hex()  # of a process of its own here
+        private = sender.keys.private.hex()  # of a process of its own here
         command = [sys.executable, "-c", SLOW, private, str(to.port), to.public_key.hex()]
         processes.append(subprocess.Popen([*command, str(tmp_path / "from"), "large.safetensors"]))
         threading.Thread(target=end, daemon=True).start()

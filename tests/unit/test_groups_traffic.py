@@ -75,11 +75,6 @@ def test_faults_of_groups_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: st
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_much_random_traffic_over_groups_of_layers() -> None:
-    explore(range(8000, 8200), kinds=SEVERAL)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_much_random_traffic_over_groups_a_step_ahead() -> None:
     """Only models without states are launched ahead; the host plans the steps of others."""
+    explore(range(8000, 8200), kinds=SEVERAL)
     explore(range(8400, 8600), launches=True, kinds=SEVERAL[:1])

@@ -148,7 +148,7 @@ def with_check(use: Callable[[GuideCheck], Awaitable[None]], timeout_s: float = 
         finally:
             await check.close()
         assert not check.children.idle
-        assert not check._running
+        assert not check.running
 
     asyncio.run(main())
 

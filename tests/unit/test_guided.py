@@ -213,7 +213,7 @@ def test_compiled_guides_are_kept_and_bounded(compiler: Compiler) -> None:
     for number in range(2 * MAX_GUIDES):
         guides.prepare(first)
         guides.prepare(guided(Guide("regex", f"a{{{number + 1}}}")))
-    assert len(guides._compiled) == MAX_GUIDES
+    assert len(guides.compiled) == MAX_GUIDES
     assert ids_of(mask_of(guides, first)) == [4]  # guides in use stay cached
 
 
@@ -379,14 +379,14 @@ def test_forks_follow_their_own_outputs(compiler: Compiler) -> None:
 def test_others_do_not_wait_for_a_guide_that_compiles(compiler: Compiler) -> None:
     core = make_core(compiler)
     pending: Future[Any] = Future()
-    core.guides._compiled[GUIDES[2]] = pending
+    core.guides.compiled[GUIDES[2]] = pending
     waiting, other = guided(GUIDES[2]), Request("other", RequestSpec([4, 5], Sampling(max_tokens=6, ignore_eos=True)))
     core.scheduler.add(waiting)
     core.scheduler.add(other)
     for _ in range(8):
         core.step()
     assert (len(other.output_token_ids), waiting.output_token_ids) == (6, [])
-    core.guides._compiler = compiler
+    core.guides.compiler = compiler
     pending.set_result(compiler.compile(GUIDES[2]))
     assert run(core, []) == {}
     assert regex.fullmatch("[abc]{3,9}", text_of(waiting.output_token_ids))

@@ -28,6 +28,7 @@ from tests.support.handoff_ahead import AheadWorld
 from tests.support.handoff_groups import GroupsWorld
 from tests.support.handoff_rest import RestingWorld
 from tests.support.handoff_world import World
+from tests.support.seeds import of_seed
 
 SLOW_SEEDS = range(1000, 101_000)
 
@@ -37,11 +38,9 @@ def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]
     seen: Counter[str] = Counter()
     for seed in seeds:
         world = world_of(seed)
-        try:
+        with of_seed(seed):
             world.run()
             world.check()
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
         if world.num_troubles == 0:
             for name, at_p in world.p_ends.outcome.items():
                 at_d = world.d_ends.outcome[name]

@@ -51,7 +51,7 @@ def test_a_step_that_comes_back_in_time_is_left_alone(limit_s: float) -> None:
 
 def test_the_deadline_is_put_off_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[float, bool]] = []
-    monkeypatch.setattr(hang_watchdog, "_alarm", hang_watchdog._Alarm())
+    monkeypatch.setattr(hang_watchdog, "alarm", hang_watchdog.Alarm())
     monkeypatch.setattr(hang_watchdog.faulthandler, "dump_traceback_later", lambda s, exit: calls.append((s, exit)))
     now_s = 50.0
     on_round = hang_watchdog.ends_when_hung(600.0, lambda: now_s)

@@ -16,12 +16,13 @@ from pd_cluster.commands import check_command, serve_command
 from pd_cluster.devices import hccl_environment
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.assembly import build_ranks
-from pd_cluster.settings.engine_config import SHIPPED_MODEL, EngineConfig
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.settings.process_configs import Credentials, WorkerConfig
 from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.serve_options import ServeOptions
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Device, Server, generate, write
+from tests.support.worker_configs import worker_config
 
 ANY = PortRange()
 OURS = {
@@ -135,24 +136,6 @@ def test_communicators_take_twice_their_buffers() -> None:
     assert hccl_environment.hccl_config(hccl_environment.PAIR_BUFFER_MB, {"HCCL_BUFFSIZE": "64"}) == {}
 
 
-def worker_config(environment: dict[str, str]) -> WorkerConfig:
-    return WorkerConfig(
-        name="prefill-0",
-        role="prefill",
-        server_ip="10.0.0.18",
-        bind_address="10.0.0.18",
-        device_ids=["0"],
-        epoch=1,
-        credentials=Credentials(b""),
-        num_threads=3,
-        kv_transport="auto",
-        kv_port_range=ANY,
-        engine=EngineConfig(model="m"),
-        timeouts=Timeouts(),
-        environment=environment,
-    )
-
-
 def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables are in a rank's environment before it imports anything."""
     started: dict[str, dict[str, str]] = {}
@@ -164,7 +147,7 @@ def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_process.asyncio, "create_subprocess_exec", start)
     monkeypatch.setenv("RANK_TABLE_FILE", "/etc/hccl.json")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    config = worker_config({"HCCL_IF_IP": "10.0.0.18", "RANK_TABLE_FILE": ""})
+    config = worker_config("10.0.0.18", num_threads=3, environment={"HCCL_IF_IP": "10.0.0.18", "RANK_TABLE_FILE": ""})
     config = msgspec.json.decode(msgspec.json.encode(config), type=WorkerConfig)
     with pytest.raises(InterruptedError):
         asyncio.run(rank_process.RankProcess(config).start())
@@ -178,7 +161,7 @@ def test_a_cpu_in_an_npus_place_is_told(monkeypatch: pytest.MonkeyPatch, caplog:
     """If the table has NPUs but a CPU serves, rank 0 alone logs a warning."""
     monkeypatch.setattr(build_ranks, "bind", lambda name, device_ids, rank: CPU)
     for environment, num_told in (({}, 0), (OURS, 1)):
-        config = worker_config(environment)
+        config = worker_config("10.0.0.18", num_threads=3, environment=environment)
         follower = msgspec.structs.replace(config, ranks=msgspec.structs.replace(config.ranks, rank=1))
         assert build_ranks.device_of(config) == build_ranks.device_of(follower) == CPU
         assert caplog.text.count("computes on the CPU") == num_told
@@ -242,7 +225,7 @@ def handed_by_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     def start(**options: Any) -> dict[str, str]:
         started = serve_command.start_of(ServeOptions(model=str(SHIPPED_MODEL), **options), env)
         with pytest.raises(Made) as caught:
-            serve_command._run_worker(started, Credentials(b""))
+            serve_command.run_worker(started, Credentials(b""))
         environment: dict[str, str] = caught.value.args[0]
         return environment
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -26,7 +25,7 @@ from pd_cluster.transport.in_process import LocalReceiver, offer_pool
 from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, ExportServer, IpcReceiver
 from pd_cluster.transport.one_sided import PoolAddress
 from pd_cluster.transport.transport_table import BY_NAME, allowed
-from tests.support.fake_device import FakeGroup, FakeModule, MemfdMemory, content, install, put_on
+from tests.support.fake_device import FakeModule, MemfdMemory, content, put_on
 from tests.support.transports import (
     CHECKSUM,
     LAYOUT,
@@ -39,13 +38,6 @@ from tests.support.transports import (
     place_of,
     random_pool,
 )
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
-    yield install(monkeypatch)
-    for group in FakeGroup.made:
-        group.aborted.set()
 
 
 class Server(unix_server.UnixServer):

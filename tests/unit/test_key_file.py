@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, read_key_fil
 from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits, tag_of
 from pd_cluster.commands import cli
-from pd_cluster.errors import ConfigError
 from pd_cluster.process_messages import ApiKey
 from pd_cluster.settings.expiry_dates import time_of
 from pd_cluster.settings.http_settings import HttpConfig
 from tests.support.another_user import OTHER_ID, as_another_user
+from tests.support.faults import fault
 
 SALT = "5a" * 32
 ENTRY = {"id": "first", "hash": digest_of(SALT, b"pdc-1"), "tenant": "team-a"}
@@ -43,13 +42,6 @@ def write(file: Path, *entries: Any, mode: int = 0o600, **top: Any) -> Path:
     file.write_text(json.dumps({name: value for name, value in whole.items() if value is not ...}))
     file.chmod(mode)
     return file
-
-
-def fault(work: Callable[[], object]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        work()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # ---- reading

@@ -145,7 +145,7 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
     try:
         payload = msgspec.msgpack.encode(batch(0))
         for number in range(2000):
-            made._send(number, payload)
+            made.send(number, payload)
             found = reader.next()
             assert found is not None, number
             assert found[0] == number
@@ -157,7 +157,7 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
 def test_the_engine_never_waits(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the publisher's thread is blocked, batches beyond the queue are dropped, counted, and leave number gaps."""
     gate = threading.Event()
-    monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
+    monkeypatch.setattr(EventPublisher, "send", lambda self, number, payload: gate.wait(10))
     made = bus.make(max_queue_size=5)
     for number in range(20):
         made.publish(batch(number))
@@ -179,19 +179,19 @@ def test_events_go_on_behind_a_fault(
     await_subscriber(made, reader)
     assert made.num_dropped == 1
     faults = [zmq.ZMQError(zmq.ENOTSOCK)]
-    sends, sockets = EventPublisher._send, made._context.socket
+    sends, sockets = EventPublisher.send, made.context.socket
 
     def send(self: EventPublisher, number: int, payload: bytes) -> None:
         if faults:
-            monkeypatch.setattr(made._context, "socket", fails_once)
+            monkeypatch.setattr(made.context, "socket", fails_once)
             raise faults.pop()
         sends(self, number, payload)
 
     def fails_once(kind: int) -> Any:
-        monkeypatch.setattr(made._context, "socket", sockets)
+        monkeypatch.setattr(made.context, "socket", sockets)
         raise zmq.ZMQError(errno.EMFILE)
 
-    monkeypatch.setattr(EventPublisher, "_send", send)
+    monkeypatch.setattr(EventPublisher, "send", send)
     await_subscriber(made, reader)
     assert not faults
     assert made.num_dropped == 2
@@ -212,7 +212,7 @@ def test_past_batches_come_whole_through_short_queues(bus: Bus, limit: str) -> N
             wanted = [*(range(10, 110) if request < 2 else ()), -1]
             assert [number_at(socket) for _ in wanted] == wanted
     await_under_way(made, 1)
-    (replay,) = made._replays.under_way
+    (replay,) = made.replays.under_way
     assert replay.due is not None
     assert 10 < replay.due < 110
     setattr(replay, limit, 0.0)
@@ -222,7 +222,7 @@ def test_past_batches_come_whole_through_short_queues(bus: Bus, limit: str) -> N
 
 def await_under_way(publisher: EventPublisher, num: int) -> None:
     deadline_s = time.monotonic() + WAIT_MS / 1000
-    while len(publisher._replays.under_way) != num:
+    while len(publisher.replays.under_way) != num:
         assert time.monotonic() < deadline_s
         time.sleep(0.005)  # yields to the publisher's thread
 
@@ -244,7 +244,7 @@ def test_a_request_too_many_gets_its_end_at_once(bus: Bus, monkeypatch: pytest.M
     silent = bus.asking()
     assert silent.poll(WAIT_MS)
     assert reader.past(bus.replays, 0) == []
-    (replay,) = made._replays.under_way
+    (replay,) = made.replays.under_way
     replay.end_s = 0.0
     await_under_way(made, 0)
     assert [number for number, _ in reader.past(bus.replays, 108)] == [108, 109]
@@ -266,10 +266,10 @@ def test_strangers_and_revoked_readers_get_nothing_over_the_network(bus: Bus, tm
     )
     strangers = [Reader(bus.context, endpoint), other]
     await_subscriber(made, router)
-    before = made._pub
+    before = made.publisher
     write_public(trusted, revoking(read_trusted_nodes(trusted), "router", "", trusted, "2026-11-26T00:00:00Z"))
     deadline_s = time.monotonic() + WAIT_MS / 1000
-    while made._pub is before:
+    while made.publisher is before:
         assert time.monotonic() < deadline_s
         time.sleep(0.005)  # yields to the publisher's thread
     while router.next(0) is not None:

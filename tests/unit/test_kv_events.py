@@ -27,23 +27,10 @@ from tests.support.kv_event_readers import (
     BlockRemoved,
     BlockStored,
     Mirror,
+    ToMirror,
 )
 
 ALPHABET = 3
-
-
-class Kept:
-    """Replaces the publisher; keeps every encoded batch."""
-
-    num_published = num_dropped = 0
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-
-    def publish(self, batch: EventBatch) -> None:
-        self._mirror.hear(DECODER.decode(msgspec.msgpack.encode(batch)))
-
-    def close(self) -> None: ...
 
 
 def number_of(content: bytes) -> int:
@@ -63,7 +50,7 @@ class Traffic:
         tables = GroupHoldings(0, LayerGroup(self.pool), BLOCK, 6 * BLOCK)
         self.holdings = Holdings([tables], BLOCK, PrefixScope("m", Numerics()), 0)
         self.mirror = Mirror()
-        self.events = KVEvents(self.pool, BLOCK, Kept(self.mirror))  # type: ignore[arg-type]
+        self.events = KVEvents(self.pool, BLOCK, ToMirror(self.mirror))  # type: ignore[arg-type]
         self.held: list[Request] = []
         self.number = itertools.count()
 
@@ -187,7 +174,7 @@ def test_what_the_disk_keeps_while_an_instance_sleeps_is_stored_again() -> None:
     disk = LowerTier("disk", host, 100, 1, BLOCK, lambda: 0.0)
     host.lower.append(disk)
     pool, mirror = BlockPool(8, tier=host), Mirror()
-    events = KVEvents(pool, BLOCK, Kept(mirror))  # type: ignore[arg-type]
+    events = KVEvents(pool, BLOCK, ToMirror(mirror))  # type: ignore[arg-type]
     contents = [bytes([at]) * 32 for at in range(3)]
     numbers = {number_of(content) for content in contents}
     disk.opened(0, contents)

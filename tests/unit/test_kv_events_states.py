@@ -5,32 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from pd_cluster.engine.scheduling import block_holdings
 from pd_cluster.engine.stages.kv_event_publisher import KVEvents
 from pd_cluster.engine.step.commit import StepResult
 from pd_cluster.kv import prefix_index
-from pd_cluster.kv.kv_event_log import EventBatch, number_of
+from pd_cluster.kv.kv_event_log import number_of
 from pd_cluster.kv.prefix_index import chain_hashes
 from pd_cluster.kv.reached_blocks import ReachedBlocks
-from tests.support.kv_event_readers import DECODER, Mirror
+from tests.support.kv_event_readers import Mirror, ToMirror
 from tests.support.random_traffic import Traffic
-
-
-class ToMirror:
-    """Replaces the publisher; applies every encoded batch to a mirror."""
-
-    num_published = num_dropped = 0
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-
-    def publish(self, batch: EventBatch) -> None:
-        self._mirror.hear(DECODER.decode(msgspec.msgpack.encode(batch)))
-
-    def close(self) -> None: ...
 
 
 class Chains:

@@ -17,6 +17,7 @@ from pd_cluster.errors import ConfigError, LeaseUnavailable
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.lease_server import LeaseServer, make_account, serving
 from tests.support.scheduler_world import Store, World
+from tests.support.seeds import of_seed
 
 ALL = {"get", "create", "update"}
 TIMEOUT_S = 30.0
@@ -326,7 +327,7 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path, certificate: Certificate, m
         KubernetesLease.in_pod("pd", "x", 15.0, env)
     make_account(tmp_path, certificate, "pod")
     made = KubernetesLease.in_pod("pd", "x", 15.0, env)
-    assert (made._url, made._timeout_s) == ("https://[fd00::1]:6443", 5.0)
+    assert (made.url, made.timeout_s) == ("https://[fd00::1]:6443", 5.0)
 
 
 # ---- the random orders of test_membership_lease.py, over HTTP
@@ -354,11 +355,9 @@ def explore(api: Api, seeds: range, removals: float = 0.0) -> tuple[int, int]:
     owners = refused = 0
     for seed in seeds:
         world = World(seed, way_of=lambda world: ApiWay(world.store, api.client()), removals=removals, remove=remove)
-        try:
+        with of_seed(seed):
             world.run()
             world.settle()
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
         owners, refused = owners + world.num_owners, refused + world.num_refused
         remove()
         while api.opened:

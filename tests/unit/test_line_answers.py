@@ -183,7 +183,7 @@ def test_streams_tell_whose_they_are() -> None:
         ended(other, None)
         assert not throttle.is_beside_others(1e9)
         mine.heard_s = asyncio.get_running_loop().time() - 100
-        throttle._paused_until_s = 0.0
+        throttle.paused_until_s = 0.0
         async with asyncio.timeout(10), admission.admitted():  # its first token has arrived, although unread
             ended(mine, None)
 

@@ -96,13 +96,13 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
     stalled = Transports(config, [target]).receive_thread("a", opened, KEY, to_sender, lambda event: None)
     stalled.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
-    joined = threading.Thread(target=send._senders["dist"].open, args=(LAYOUT,))
+    joined = threading.Thread(target=send.senders["dist"].open, args=(LAYOUT,))
     joined.start()
     joined.join(WAIT_S)
     chunk = wire.KVChunk("", 0, wire.KVPiece(0, 4, 0, 2, [NUM_BLOCKS + 1]), LAYOUT.block_nbytes, 0)
     stalled.put(Sealer(KEY).seal(wire.KVProbe("dist", chunk)))
     receiver = LocalReceiver(place_of(target), peer_of(PoolAddress("").offer("local")), CHECKSUM)
-    receiver._source = lambda: healthy.memory  # type: ignore[method-assign]
+    receiver.source = lambda: healthy.memory  # type: ignore[method-assign]
     receiver.open()
     assert Probe(target, LAYOUT, healthy.probe_seed).problem(receiver, 0, chunk, 1.0) == ""
     refused = answers.get(timeout=WAIT_S)
@@ -153,7 +153,7 @@ def test_only_so_many_payloads_are_under_way() -> None:
 
     pair = Pair("dist")
     assert isinstance(pair.sender, DistSender)
-    works = pair.sender._group = Works()
+    works = pair.sender.group = Works()
     for at in range(3 * NUM_UNDER_WAY):
         pair.sender.send(at, pair.sender.prepare(blocks([1])))
     assert works.most == NUM_UNDER_WAY
@@ -163,7 +163,7 @@ def test_only_so_many_payloads_are_under_way() -> None:
 
 def test_the_pools_server_outlives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     server = PoolServer(random_pool(1))
-    listener, failures = server._listener, [0]
+    listener, failures = server.listener, [0]
 
     class Failing:
         def accept(self) -> Any:
@@ -175,7 +175,7 @@ def test_the_pools_server_outlives_a_lack_of_descriptors(monkeypatch: pytest.Mon
         def __getattr__(self, name: str) -> Any:
             return getattr(listener, name)
 
-    server._listener = Failing()  # type: ignore[assignment]
+    server.listener = Failing()  # type: ignore[assignment]
     for _ in range(3):  # the accept already in progress takes the first one
         offer = PoolAddress(server.name).offer("shm")
         ShmReceiver(place_of(random_pool(2)), peer_of(offer), CHECKSUM).open()

@@ -25,17 +25,17 @@ def begun(role: Role) -> ProbeEnd:
 
 def test_what_the_sender_knows_to_have_landed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Landings that the sender knows of count, even if the receiver's event thread is late."""
-    goes_on, take = threading.Event(), ReceivingEnd._take
+    goes_on, take = threading.Event(), ReceivingEnd.take
 
     def late(end: ReceivingEnd, event: Any) -> None:
         if isinstance(event, Landed) and event.transfer_id == f"trip{NUM_TRIPS - 1}":
             assert goes_on.wait(60.0)
         take(end, event)
 
-    monkeypatch.setattr(ReceivingEnd, "_take", late)
+    monkeypatch.setattr(ReceivingEnd, "take", late)
     source, target, secret = begun("prefill"), begun("decode"), secrets.token_bytes(32)
     there = target.answer(Listen(secret))
-    receiving = target._receiving
+    receiving = target.receiving
     assert receiving is not None
     try:
         source.answer(Send(secret, "decode-0", there.port, there.epoch, NUM_TRIPS))
@@ -44,4 +44,4 @@ def test_what_the_sender_knows_to_have_landed_is_counted(monkeypatch: pytest.Mon
         goes_on.set()
         receiving.close()
         for end in (source, target):
-            end._pool.close()
+            end.pool.close()

@@ -38,7 +38,7 @@ def test_blocks_that_no_request_holds_are_told() -> None:
     assert num_leaked_blocks(scheduler) == 2  # shared blocks may reduce the count, but never increase it
     for each in (request, sibling):
         scheduler.running[:] = [r for r in scheduler.running if r is not each]
-        scheduler._holdings.give_back(each)
+        scheduler.holdings.give_back(each)
         del scheduler.requests[each.key]
     assert num_leaked_blocks(scheduler) == 3
 

@@ -158,7 +158,7 @@ def test_they_come_after_masks_and_before_penalties() -> None:
         expected[token_id] = expected[token_id] / 1.8 if expected[token_id] > 0 else expected[token_id] * 1.8
     work = line.clone()
     sampler = sampler_with("ByTokens")
-    sampler._adjust(work, [row])
+    sampler.adjust(work, [row])
     assert torch.equal(work[0], expected)
     assert sampler.sample(line.clone(), [row])[0].token_id == int(expected.argmax())
 
@@ -242,7 +242,7 @@ def test_sequences_that_are_not_forked_yet_have_processors_of_their_own() -> Non
     line = logits_of(6)
     together = sampler.sample(line.expand(3, -1).clone(), rows)
     assert together == [sampler_with("Rolling").sample(line.clone(), [row])[0] for row in rows]
-    assert len(sampler.processors._sequences) == 1
+    assert len(sampler.processors.sequences) == 1
 
 
 # ---- faults

@@ -138,8 +138,8 @@ def test_ranks_in_any_order_never_show_a_wrong_block(kind: LowerKind) -> None:
         world.check()
         world.now_s += 100.0
         world.tier.tick()
-        assert not world.host._kept
-        assert not world.host._filling
+        assert not world.host.kept
+        assert not world.host.filling
         if kind == "disk":
             assert len(world.tier) <= 8
         seen += world.seen

@@ -390,7 +390,7 @@ async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path)
         kinds = [type(each.prompt.images[0].pixels) for each in shown]
         assert kinds == [bytes, memoryview, memoryview]
         assert not list(tmp_path.iterdir())
-        budget = intake._budget
+        budget = intake.budget
         assert (budget.in_memory.taken_nbytes, budget.in_files.taken_nbytes) == (nbytes, 2 * nbytes)
         for each, url in zip(shown, urls, strict=False):
             (image,) = each.prompt.images
@@ -405,7 +405,7 @@ async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path)
         assert budget.in_files.taken_nbytes == nbytes
         again = await intake.place([7], sources(urls[3]), "prompt")
         assert isinstance(again.prompt.images[0].pixels, memoryview)
-    descriptor = pixel_budget._nameless(str(tmp_path))
+    descriptor = pixel_budget.nameless_file(str(tmp_path))
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     assert os.fstat(descriptor).st_nlink == 0
     os.close(descriptor)

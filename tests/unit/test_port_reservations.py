@@ -17,7 +17,7 @@ from tests.support.held import held, more_than
 FEW = range(64_000, 64_040)  # above the ports of other tests' servers and outgoing connections
 OTHERS = """
 from pd_cluster.cluster.processes import port_reservations
-port_reservations._candidates = lambda: iter(range({start}, {stop}))
+port_reservations.candidate_ports = lambda: iter(range({start}, {stop}))
 print(port_reservations.free_ports({count}), flush=True)
 input()
 """
@@ -25,7 +25,7 @@ input()
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_reservations, "_candidates", lambda: iter(FEW))
+    monkeypatch.setattr(port_reservations, "candidate_ports", lambda: iter(FEW))
     monkeypatch.setattr(port_reservations, "FOR_LIFE", port_reservations.Reservations())  # released with the test
 
 
@@ -71,5 +71,5 @@ def test_they_lie_below_those_of_outgoing_connections(tmp_path: Path, monkeypatc
     for outgoing, stop in ((None, 65_536), ("32768\t60999\n", 32_768), ("1024\t65535\n", 65_536), ("?", 65_536)):
         if outgoing is not None:
             (tmp_path / "range").write_text(outgoing)
-        found = list(port_reservations._candidates())
+        found = list(port_reservations.candidate_ports())
         assert (min(found), max(found)) == (10_000, stop - 1)

@@ -123,8 +123,8 @@ def test_a_rank_has_its_own_files_one_thread_and_no_other(preloader: Preloader, 
 def test_the_kernel_ends_a_stopped_rank_with_its_parent(preloader: Preloader) -> None:
     with Rank(preloader) as rank:
         os.kill(rank.fork.pid, signal.SIGSTOP)
-        os.close(rank.fork._held)  # as at this process's end
-        rank.fork._held = -1
+        os.close(rank.fork.held)  # as at this process's end
+        rank.fork.held = -1
         assert rank.code() == -signal.SIGKILL
     until(lambda: rank.fork.pid not in children_of(preloader.pid))  # waits until it is reaped
 
@@ -191,12 +191,12 @@ def test_another_environment_is_refused_by_name(preloader: Preloader, monkeypatc
 
 def test_bad_requests_are_refused_and_disturb_nobody(preloader: Preloader) -> None:
     empty = b'{"env": {}, "surroundings": {}, "folder": "", "cpus": [], "numbers": []}'
-    preloader._channel.send(preloading.KNOCK)  # a request without a socket for the answer
+    preloader.channel.send(preloading.KNOCK)  # a request without a socket for the answer
     for request in (b"{", empty, b""):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             ours.settimeout(WAIT_S)
-            socket.send_fds(preloader._channel, [preloading.KNOCK], [theirs.fileno()])
+            socket.send_fds(preloader.channel, [preloading.KNOCK], [theirs.fileno()])
             theirs.close()
             assert b"Ready" in ours.recv(preloading.MAX_NBYTES)
             if not request:  # the client ends before it sends its request

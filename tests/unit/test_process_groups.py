@@ -90,7 +90,7 @@ def test_sums_in_order_add_the_ranks_in_float32_and_round_once(
     monkeypatch.setattr(Adding, "allgather", gathered)
     monkeypatch.setattr(Adding, "allreduce", summed)
     _, (first, _) = groups
-    first.size, first._sums_in_order = len(parts), True
+    first.size, first.sums_in_order = len(parts), True
     x = torch.tensor([[256.0, 256.0]], dtype=dtype)
     found = first.sum(x)
     assert found.data_ptr() == x.data_ptr()

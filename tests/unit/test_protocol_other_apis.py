@@ -88,7 +88,7 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 
 def told_unknown(caplog: pytest.LogCaptureFixture, body: dict[str, Any], kind: Any, has_own_names: bool) -> set[str]:
     """Returns the fields that are logged as without effect."""
-    parsing._logged_fields.clear()
+    parsing.logged_fields.clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger=parsing.__name__):
         parse(json.dumps(body).encode(), kind, has_own_names)

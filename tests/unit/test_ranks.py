@@ -475,7 +475,7 @@ def test_a_last_deadline_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(hang_watchdog.faulthandler, "dump_traceback_later", lambda s, exit: armed.append(clock[0] + s))
     for step_limit_s, ends_at_s in ((600.0, 106.0), (4.0, 104.0)):
         clock[0] = 100.0
-        monkeypatch.setattr(hang_watchdog, "_alarm", alarm := hang_watchdog._Alarm())
+        monkeypatch.setattr(hang_watchdog, "alarm", alarm := hang_watchdog.Alarm())
         on_round = hang_watchdog.ends_when_hung(step_limit_s, lambda: clock[0])
         on_round()
         alarm.make_final(clock[0], 6.0)

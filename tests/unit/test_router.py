@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +17,6 @@ from pd_cluster.types import LegEnd, RequestSpec, Sampling
 from tests.support.router_world import PROMPT, SAMPLING, World, info_of, rest_of, token
 
 # ---- Router.serve
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    """Yields a world; asserts afterwards that nothing of any request is left."""
-    made = World()
-    yield made
-    made.assert_home()
 
 
 async def test_both_legs_get_the_request_and_each_other(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -28,14 +28,6 @@ async def read_all(serving: AsyncGenerator[TokenOutput, None], first: asyncio.Ta
         async for item in serving:
             seen[item.index].append(item.position)
     return seen
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    """Yields a world; asserts afterwards that nothing of any request is left."""
-    made = World()
-    yield made
-    made.assert_home()
 
 
 async def test_three_sequences_one_of_which_ends_on_p(world: World) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,13 @@ from pd_cluster.settings.setting import declared
 from ranktable_tools.cluster_keys import write_keys
 from ranktable_tools.public_keys import public_key
 from ranktable_tools.table_files import Access
+from tests.support.faults import fault
 
 JOIN = "127.0.0.1:9002"
 
 
 def place(env: dict[str, str] | None = None, **given: Any) -> Place:
     return start_of(ServeOptions(model="m", **given), env or {}).place
-
-
-def fault(call: Callable[[], object]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

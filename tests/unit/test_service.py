@@ -176,7 +176,7 @@ def test_leaving_early_closes_the_request(make: Services) -> None:
 def test_seeds_of_requests_without_one_come_from_the_servers(make: Services) -> None:
     def seeds(seed: int) -> list[int]:
         service, _ = make()
-        service.intake._seeds = random.Random(seed)
+        service.intake.seeds = random.Random(seed)
         return [completion(service, [1]).sampling.seed for _ in range(3)]
 
     assert seeds(5) == seeds(5) != seeds(6)

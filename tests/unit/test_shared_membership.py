@@ -89,7 +89,7 @@ async def test_a_refused_order_makes_the_owner_look_and_ends_nothing_by_itself(t
     """Only the record decides who owns membership; otherwise a lying worker could end an ownership."""
     two = await Two.begun(tmp_path)
     two.one.world.membership.on_stale_order("to-decode-0", 2**62)
-    assert two.one.shared._look_requested.is_set()
+    assert two.one.shared.look_requested.is_set()
     await two.one.look()
     assert two.one.shared.is_owner
     assert two.one.fence.term == 1, "workers must be greeted with the record's term"

@@ -238,14 +238,14 @@ def test_a_cluster_survives_its_script() -> None:
     costs = msgspec.structs.replace(BUSY, neighbour=NeighbourCost(1.5, 1.2))
     load = arrivals(120, 12.0)
     lives: list[Any] = []
-    start = SimulatedCluster._start
+    start = SimulatedCluster.start_instance
 
     def noting(cluster: SimulatedCluster, instance: Any) -> None:
         start(cluster, instance)
         lives.append(cluster.lives[instance.name])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimulatedCluster, "_start", noting)
+        patch.setattr(SimulatedCluster, "start_instance", noting)
         found = simulate(layout, costs, load, script=lines)
     assert not [each.error for each in found.outcomes if each.error]
     assert [each.num_output_tokens for each in found.outcomes] == [each.num_output_tokens for each in load]

@@ -5,7 +5,7 @@ A device is the one of tests/support/fake_device.py, which does nothing before i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.swap_space import SwapSpace
 from pd_cluster.transport.link_events import Drained, Landed
 from pd_cluster.wire import KVPiece, Plane
-from tests.support.fake_device import FakeGroup, FakeModule, fill, install, put_on
+from tests.support.fake_device import FakeModule, fill, put_on
 from tests.support.transports import NUM_BLOCKS, TOKEN, WAIT_S, Link, Pair, random_pool
 
 # A gated delta rule of 4 value heads and 2 key heads.
@@ -39,13 +39,6 @@ WAYS: dict[str, tuple[Any, tuple[DeviceKind, DeviceKind]]] = {
     "a GPU and an NPU": ("curve", ("cuda", "npu")),
 }
 P_WROTE, D_WROTE = 3.0, 5.0
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
-    yield install(monkeypatch)
-    for group in FakeGroup.made:
-        group.aborted.set()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -19,16 +19,7 @@ from pd_cluster.parsers.reply_format import ReplyFormat
 from pd_cluster.service.generation.stream_resumption import StreamTicket
 from pd_cluster.types import LegEnd, PromptOutput, RequestSpec, Sampling, TokenOutput
 from tests.support.resume_values import DIGEST, OTHER, ROOM, WINDOW_S
-from tests.support.router_world import World as RouterWorld
-from tests.support.router_world import turns
-
-
-@pytest.fixture
-def world() -> Iterator[RouterWorld]:
-    """Yields a world; asserts afterwards that nothing of any request is left."""
-    made = RouterWorld()
-    yield made
-    made.assert_home()
+from tests.support.router_world import World, turns
 
 
 def test_a_token_is_bound_to_its_tenant_and_draws_the_same_ids() -> None:
@@ -64,7 +55,7 @@ def kept(outlives_client: bool = True, place: RecordPlace | None = None) -> Kept
     return own
 
 
-async def begun(world: RouterWorld, outlives_client: bool = True) -> tuple[AsyncGenerator[TokenOutput, None], str]:
+async def begun(world: World, outlives_client: bool = True) -> tuple[AsyncGenerator[TokenOutput, None], str]:
     """Begins a kept stream and reads its first token."""
     serving, first, name = await world.begin(kept=kept(outlives_client))
     world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
@@ -81,7 +72,7 @@ def found_of(name: str, num_tokens: int = 1) -> wire.Found:
     [(True, False, "go on"), (False, False, "forget"), (False, True, "go on")],
 )
 async def test_a_client_that_leaves_lets_its_legs_go_on(
-    world: RouterWorld, outlives_client: bool, is_stopping: bool, then: Any
+    world: World, outlives_client: bool, is_stopping: bool, then: Any
 ) -> None:
     """A stream that is kept only for lost schedulers ends with its client, unless this scheduler is stopping."""
     serving, name = await begun(world, outlives_client)
@@ -93,7 +84,7 @@ async def test_a_client_that_leaves_lets_its_legs_go_on(
     assert world.aborted() == ([] if then == "go on" else ["to-prefill-0"])
 
 
-async def test_the_next_attempt_keeps_what_was_delivered(world: RouterWorld) -> None:
+async def test_the_next_attempt_keeps_what_was_delivered(world: World) -> None:
     serving, name = await begun(world)
     world.lose("decode-0")
     rest = asyncio.ensure_future(anext(serving))
@@ -116,7 +107,7 @@ def test_more_than_the_room_is_not_kept_by_the_next_attempt() -> None:
     assert small.of_next_attempt() is None
 
 
-async def test_an_error_that_the_client_reads_is_the_end(world: RouterWorld) -> None:
+async def test_an_error_that_the_client_reads_is_the_end(world: World) -> None:
     serving, name = await begun(world)
     world.outputs("to-decode-0", ended=LegEnd(name, 0, "the request's deadline has passed"))
     with pytest.raises(GenerationError, match="deadline"):
@@ -125,7 +116,7 @@ async def test_an_error_that_the_client_reads_is_the_end(world: RouterWorld) -> 
     assert world.aborted() == ["to-prefill-0"]
 
 
-async def test_a_stream_resumes_from_its_first_token(world: RouterWorld) -> None:
+async def test_a_stream_resumes_from_its_first_token(world: World) -> None:
     serving, name = await begun(world)
     search = asyncio.ensure_future(world.router.find(DIGEST))
     await world.until(wire.Find, 4)
@@ -151,7 +142,7 @@ async def test_a_stream_resumes_from_its_first_token(world: RouterWorld) -> None
 
 
 @pytest.mark.parametrize("is_here", [False, True])
-async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world: RouterWorld, is_here: bool) -> None:
+async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world: World, is_here: bool) -> None:
     """Covers a takeover at another scheduler, and two readers that find the stream at this one."""
     serving, name = await begun(world)
     for each in world.instances[1:]:
@@ -183,7 +174,7 @@ async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world
 
 
 @pytest.mark.parametrize("why", ["nobody is ready", "one is lost", "one is silent"])
-async def test_while_an_instance_is_away_a_stream_may_still_be_found(world: RouterWorld, why: str) -> None:
+async def test_while_an_instance_is_away_a_stream_may_still_be_found(world: World, why: str) -> None:
     finder = RecordFinder(world.mailbox.send, world.membership, 0.01 if why == "one is silent" else 60.0)
     asked = 0 if why == "nobody is ready" else 4
     for each in world.instances[asked:]:
@@ -199,7 +190,7 @@ async def test_while_an_instance_is_away_a_stream_may_still_be_found(world: Rout
 
 
 async def test_searches_end_without_those_that_are_lost_and_are_bounded(
-    world: RouterWorld, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finder = RecordFinder(world.mailbox.send, world.membership, 60.0)
     search = asyncio.ensure_future(finder.find(DIGEST))
@@ -216,7 +207,7 @@ async def test_searches_end_without_those_that_are_lost_and_are_bounded(
     assert (place.instance.name, place.found.attempt) == ("decode-1", 1)
 
 
-async def test_encoders_are_not_searched(world: RouterWorld) -> None:
+async def test_encoders_are_not_searched(world: World) -> None:
     world.instances[1].role = "encode"
     finder = RecordFinder(world.mailbox.send, world.membership, 60.0)
     search = asyncio.ensure_future(finder.find(DIGEST))
@@ -228,7 +219,7 @@ async def test_encoders_are_not_searched(world: RouterWorld) -> None:
 
 
 async def test_a_scheduler_that_has_just_begun_waits_for_its_instances() -> None:
-    world = RouterWorld(replay=ReplayLimits(together_s=60.0))
+    world = World(replay=ReplayLimits(together_s=60.0))
     world.router.expect_instances()
     for instance in world.instances[1:]:
         instance.state = "connecting"

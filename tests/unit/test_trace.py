@@ -9,14 +9,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.engine.leg_trace import MAX_EVENTS, LegNotes, Tracer
 from pd_cluster.types import Leg, Request, RequestSpec, Sampling
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 5.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def make_request(leg: Leg = "prefill", index: int = 0, num_output_tokens: int = 0) -> Request:
@@ -27,7 +20,7 @@ def make_request(leg: Leg = "prefill", index: int = 0, num_output_tokens: int = 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(5.0)
 
 
 @pytest.fixture

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import queue
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +27,8 @@ from pd_cluster.errors import ConfigError, InstanceLost, told
 from pd_cluster.model.parallel.unit_group import UnitGroup
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.process_configs import UnitPlace
-from pd_cluster.transport.meeting import Meeting
 from tests.support.checkpoints import make_checkpoint
-
-WAIT_S = 20.0
+from tests.support.unit_exchange import WAIT_S, connected, exchange_rows
 
 
 class Town:
@@ -244,54 +240,9 @@ def test_members_have_one_kind_of_device_and_accelerators_one_size_of_steps(chec
     assert (cpu["device"], cpu["max_num_batched_tokens"]) == ("cpu", "2048")
 
 
-def groups(size: int) -> list[UnitGroup]:
-    """Returns connected ends; their keys are encoded as between processes."""
-    meetings: list[Meeting] = []
-
-    def post(rank: int, key: str, value: bytes) -> None:
-        for other, meeting in enumerate(meetings):
-            if other != rank:
-                meeting.put(key, value)
-
-    def meet(rank: int) -> Any:
-        with meetings[rank].held():
-            return gloo_group(meetings[rank].store, rank, size, "127.0.0.1")
-
-    meetings += [Meeting(WAIT_S, partial(post, rank), size - 1) for rank in range(size)]
-    return [UnitGroup(rank, size, partial(meet, rank), WAIT_S) for rank in range(size)]
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_are_exchanged_in_the_order_of_members(size: int) -> None:
-    """With any numbers of rows, results are added in the order of members, bit for bit like a reference."""
-    rng = random.Random(size)
-    steps = [[rng.choice((0, 1, 5, 64)) for _ in range(size)] for _ in range(12)]
-    made = torch.Generator().manual_seed(size)
-    rows = [[torch.randn(num, 24, generator=made) for num in step] for step in steps]
-    parts = [torch.randn(size, sum(step), 24, generator=made) * 1e3 for step in steps]
-    barrier = threading.Barrier(size)
+    def meet(store: Any, rank: int, size: int) -> Any:
+        return gloo_group(store, rank, size, "127.0.0.1")
 
-    def member(group: UnitGroup) -> None:
-        barrier.wait(WAIT_S)
-        group.form()
-        for step, xs, partials in zip(steps, rows, parts, strict=True):
-            own = step[group.rank]
-            told = group.agree(own)
-            assert told == step
-            group.rows = told
-            chosen, weights = torch.full((own, 3), group.rank), torch.full((own, 3), group.rank + 0.5)
-            found = group.gather(xs[group.rank], chosen, weights)
-            expected = [torch.cat([torch.full((n, 3), rank) for rank, n in enumerate(step)])]
-            assert [each.dtype for each in found] == [torch.float32, torch.int64, torch.float32]
-            assert torch.equal(found[0], torch.cat(xs))
-            assert torch.equal(found[1], expected[0])
-            assert torch.equal(found[2], expected[0] + 0.5)
-            start = sum(step[: group.rank])
-            total = partials[0, start : start + own].clone()
-            for other in partials[1:]:
-                total += other[start : start + own]
-            assert torch.equal(group.combine(partials[group.rank]), total)
-
-    with ThreadPoolExecutor(size) as threads:
-        for each in [threads.submit(member, group) for group in groups(size)]:
-            each.result(2 * WAIT_S)
+    exchange_rows(connected(size, meet, UnitGroup), torch.float32)

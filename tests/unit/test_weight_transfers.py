@@ -175,7 +175,7 @@ def test_a_version_that_nobody_offers_is_not_sent(world: World) -> None:
     world.sources.offer(version)
     address = wire.WeightAddress(3, source.instance.key, 1, bytes(32))
     world.sources.addressed("receiver", receiver.instance, address)  # was not named
-    assert source.stage._sending is None
+    assert source.stage.sending is None
 
 
 def test_a_source_sends_to_one_instance_at_a_time(world: World) -> None:
@@ -193,7 +193,7 @@ def test_a_source_sends_to_one_instance_at_a_time(world: World) -> None:
     assert second.stage.copies.of("digest") is None
     world.sources.sought("first", first.instance, wire.SeekWeights(3, is_over=True))
     fetching.join(WAIT_S)
-    assert not world.sources._named
+    assert not world.sources.named
     assert second.stage.copies.of("digest") is not None
 
 

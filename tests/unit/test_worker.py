@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -26,14 +25,6 @@ from tests.support.worker_world import CONN, LAYOUT, NUM_BLOCKS, PROMPT, World, 
 
 def beams(width: int, **changes: Any) -> Sampling:
     return sampling(**{"n": width, "beam_width": width, "temperature": 0.0, **changes})
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    """Yields a world; asserts afterwards that nothing of any request is left."""
-    made = World()
-    yield made
-    made.assert_home()
 
 
 def test_the_scheduler_says_which_role_it_has(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

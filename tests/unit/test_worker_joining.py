@@ -180,7 +180,7 @@ async def over_mailboxes(secret: bytes, pinned: bytes) -> None:
     try:
         await until(lambda: "d" in world.names)
         assert world["d"].host == "192.0.2.7"
-        await until(lambda: worker._joining.state == "joined")
+        await until(lambda: worker.joining.state == "joined")
         joining.cancel()
         await worker.leave()
         await until(lambda: "d" not in world.names)
@@ -188,7 +188,7 @@ async def over_mailboxes(secret: bytes, pinned: bytes) -> None:
         listening.cancel()
         joining.cancel()
         await asyncio.gather(listening, joining, return_exceptions=True)
-        worker._mailbox.close()
+        worker.mailbox.close()
         join_port.close()
 
 

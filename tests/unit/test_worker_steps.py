@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -45,14 +45,6 @@ class MidStepCredit(ToyRunner):
             self.worker.handover.credits.put(("link", self.credit))
             on_layer(1)
         return output
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    """Yields a world; asserts afterwards that nothing of any request is left."""
-    made = World()
-    yield made
-    made.assert_home()
 
 
 def test_the_loop_says_that_it_came_round_between_steps(world: World) -> None:

@@ -34,7 +34,7 @@ class LeaseFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         check_folder(path, called("scheduler_lease"))
-        self._lock = -1
+        self.lock = -1
         self._known = 0, b""  # the version that was last read or written, and its content
         for left in path.glob("new-*"):  # left by a process that was killed while it wrote; newer ones may be in use
             with contextlib.suppress(OSError):
@@ -45,8 +45,8 @@ class LeaseFolder:
         """Reserves this scheduler's number until the process ends. Raises ConfigError if another process has it."""
         flag, file = f"{called('scheduler_index')} {index}", self.path / f"scheduler-{index}"
         try:
-            self._lock = open_own(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.lock = open_own(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"{flag}: another scheduler of {self.path} has this number; give each scheduler its own"

@@ -60,8 +60,8 @@ class KubernetesLease:
 
     def __init__(self, namespace: str, name: str, url: str, account: Path, duration_s: float, timeout_s: float) -> None:
         self._name, self._namespace, self._duration_s = name, namespace, duration_s
-        self._url, self._leases = url, f"{url}/apis/{VERSION}/namespaces/{quote(namespace)}/leases"
-        self._account, self._timeout_s = account, timeout_s
+        self.url, self._leases = url, f"{url}/apis/{VERSION}/namespaces/{quote(namespace)}/leases"
+        self._account, self.timeout_s = account, timeout_s
         # with asyncio, one deadline covers a whole request; a blocking client has none
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._client: httpx.AsyncClient | None = None
@@ -166,7 +166,7 @@ class KubernetesLease:
         client = await self._opened()
         try:
             async with (
-                asyncio.timeout(self._timeout_s),
+                asyncio.timeout(self.timeout_s),
                 client.stream(method, url, headers=headers, json=body) as answer,
             ):
                 async for part in answer.aiter_raw():
@@ -177,8 +177,8 @@ class KubernetesLease:
             await self._hang_up()  # a connection that did not answer is not used again
             reason = str(error) or type(error).__name__
             if isinstance(error, TimeoutError):
-                reason = f"no complete answer within {self._timeout_s:g} s"
-            raise LeaseUnavailable(f"the API server at {self._url}: {reason}") from None
+                reason = f"no complete answer within {self.timeout_s:g} s"
+            raise LeaseUnavailable(f"the API server at {self.url}: {reason}") from None
         return answer.status_code, bytes(content)
 
     def _problem(self, status: int, message: str) -> str:

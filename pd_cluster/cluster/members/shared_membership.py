@@ -75,7 +75,7 @@ class SharedMembership:
         self._clock, self._started_s, self._takeover_timeout_s = clock, clock(), lease.takeover_timeout_s
         # a separate thread, because look-ups of unresolvable names may occupy all of the loop's threads
         self._thread = ThreadPoolExecutor(1, "lease")
-        self._look_requested = asyncio.Event()  # set to request that the record be read now
+        self.look_requested = asyncio.Event()  # set to request that the record be read now
         self._look_done = asyncio.Event()  # set after each read, and then replaced
         self._term: int | None = None  # the term of the last orders
         self._followed = LeaseRecord()
@@ -127,11 +127,11 @@ class SharedMembership:
 
     def changed(self) -> None:
         """Requests that a change of the owner's list be recorded at once."""
-        self._look_requested.set()
+        self.look_requested.set()
 
     async def recorded(self) -> None:
         """Returns once the owner's list is in the record, where it survives this process. Raises Unavailable."""
-        self._look_requested.set()
+        self.look_requested.set()
         try:
             async with asyncio.timeout(RECORD_TIMEOUT_S):
                 while not (self.is_owner and self.ownership.record.members == self._members()):
@@ -144,16 +144,16 @@ class SharedMembership:
         """Reads the record repeatedly until cancelled; then releases the lease."""
         try:
             while True:
-                self._look_requested.clear()
-                await self._look()
+                self.look_requested.clear()
+                await self.look()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.ownership.duration_s / LOOKS):
-                        await self._look_requested.wait()
+                        await self.look_requested.wait()
         finally:
             await self._release()
             self._thread.shutdown(wait=False)
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
         """Reads the record; writes it if this scheduler is the owner or may become it; otherwise follows it."""
         ownership = self.ownership
         ownership.table = self._membership.table_digest
@@ -196,7 +196,7 @@ class SharedMembership:
 
     def _on_refused(self, term: int) -> None:
         self._refused_term = max(self._refused_term, term)
-        self._look_requested.set()
+        self.look_requested.set()
 
     def _note_refused(self) -> None:
         """Warns if the record's term is still below the workers', although it was read after their refusal.

@@ -38,7 +38,7 @@ class WeightSources:
         self._mailbox, self._instances = mailbox, instances
         self._offered: dict[int, wire.WeightVersion] = {}  # by epoch: the current version, and the one being checked
         self._roots: tuple[Path, ...] = ()  # the folders below which this process may send
-        self._named: dict[str, tuple[int, str]] = {}  # connection of a receiver -> epoch and source
+        self.named: dict[str, tuple[int, str]] = {}  # connection of a receiver -> epoch and source
 
     def offer(self, present: wire.WeightVersion, checking: wire.WeightVersion | None = None) -> None:
         """Sets the versions whose files instances may request."""
@@ -49,15 +49,15 @@ class WeightSources:
         self._roots = roots
 
     def sought(self, conn: str, receiver: Instance, seek: wire.SeekWeights) -> None:
-        """Names a source to an instance: one that has not failed for this instance and is not sending."""
-        self._named.pop(conn, None)
+        """Names a source to an instance: one that has not failed for it and is not sending."""
+        self.named.pop(conn, None)
         if seek.is_over:
             return
         version = self._offered.get(seek.epoch)
         if version is None:
             self._answer(conn, wire.TakeWeights(seek.epoch, problem="it is not an offered version"))
             return
-        busy = {source for _, source in self._named.values()}
+        busy = {source for _, source in self.named.values()}
         candidates = {
             each.key: each.info.public_key
             for each in self._instances
@@ -67,7 +67,7 @@ class WeightSources:
             candidates[OWN_NAME] = self._mailbox.public_key
         left = [name for name in candidates if name not in seek.failed]
         if free := [name for name in left if name not in busy]:
-            self._named[conn] = version.epoch, free[0]
+            self.named[conn] = version.epoch, free[0]
             self._answer(conn, wire.TakeWeights(version.epoch, free[0], candidates[free[0]]))
         else:
             why = "" if left else "no source is left" if candidates else "none has them"
@@ -76,7 +76,7 @@ class WeightSources:
     def addressed(self, conn: str, receiver: Instance, address: wire.WeightAddress) -> None:
         """Starts the transfer from the named source to a receiver, whose host is taken from this process's list."""
         version = self._offered.get(address.epoch)
-        if version is None or self._named.get(conn) != (address.epoch, address.source):
+        if version is None or self.named.get(conn) != (address.epoch, address.source):
             return
         if address.source == OWN_NAME:
             folder = Path(version.path)
@@ -89,7 +89,7 @@ class WeightSources:
                 self._mailbox.send(each.conn, order)
 
     def closed(self, conn: str) -> None:
-        self._named.pop(conn, None)
+        self.named.pop(conn, None)
 
     def _may_send(self, version: wire.WeightVersion) -> bool:
         folder = Path(version.path)

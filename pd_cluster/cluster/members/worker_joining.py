@@ -189,52 +189,52 @@ class JoinMailbox:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         own = msgspec.structs.replace(credentials, key=join_key(credentials.secret))
-        self._mailbox = Mailbox(Life(name, epoch), "worker", own, timeouts)
-        self._joining = WorkerJoining(addresses, credentials.schedulers, join, self._mailbox, timeouts)
+        self.mailbox = Mailbox(Life(name, epoch), "worker", own, timeouts)
+        self.joining = WorkerJoining(addresses, credentials.schedulers, join, self.mailbox, timeouts)
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         self._answered = asyncio.Event()
 
     async def run(self) -> None:
         """Registers the worker, also after each loss, until cancelled. Raises ConfigError for a permanent refusal."""
-        self._mailbox.start(self)
+        self.mailbox.start(self)
         while True:
-            if self._joining.is_due:
+            if self.joining.is_due:
                 await self._connect()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     event = await self._events.get()
                 event()
-            self._joining.tick()
+            self.joining.tick()
 
     async def leave(self) -> None:
         """Ends the registration, so that the scheduler forgets the worker at once, not only after a silence."""
-        if self._joining.state == "joined":
+        if self.joining.state == "joined":
             self._answered.clear()
-            self._mailbox.send(self._joining.conn, wire.Leave())
+            self.mailbox.send(self.joining.conn, wire.Leave())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     await self._answered.wait()
-        self._mailbox.close()
+        self.mailbox.close()
 
     async def _connect(self) -> None:
-        host, _ = self._joining.address
+        host, _ = self.joining.address
         try:
-            self._joining.connect(*await asyncio.to_thread(resolve_hosts, host, "host {!r}"))
+            self.joining.connect(*await asyncio.to_thread(resolve_hosts, host, "host {!r}"))
         except ConfigError as error:
-            self._joining.fail(str(error))
+            self.joining.fail(str(error))
 
     # ---- the mailbox's thread
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
-        self._put(lambda: self._joining.on_opened(conn))
+        self._put(lambda: self.joining.on_opened(conn))
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         if isinstance(body, wire.JoinAnswer):
-            self._put(lambda: self._joining.on_answer(conn, body.problem, body.is_elsewhere))
+            self._put(lambda: self.joining.on_answer(conn, body.problem, body.is_elsewhere))
             self._loop.call_soon_threadsafe(self._answered.set)
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
-        self._put(lambda: self._joining.on_closed(conn, reason))
+        self._put(lambda: self.joining.on_closed(conn, reason))
 
     def on_fatal(self, error: BaseException) -> None:
         def fail() -> None:

@@ -73,7 +73,7 @@ def check_pairs(
                 end = RankEndpoint(instance, rank, device, kv_transport, seed)
                 ends[instance.name, rank] = stack.enter_context(running(end))
         say(f"starting {len(ends)} processes, one for each device of the pairs on this host")
-        broken = _begin(ends, device)
+        broken = begin_probes(ends, device)
         for p, d in here:
             reasons = [broken[name] for name in (p.name, d.name) if name in broken]
             if reasons:
@@ -128,8 +128,8 @@ def send_blocks(source: RankEndpoint, target: RankEndpoint, num_transfers: int) 
     return sent
 
 
-def _begin(ends: Mapping[tuple[str, int], RankEndpoint], device: str) -> dict[str, str]:
-    """Starts all processes together. Returns instance -> reason for each instance that cannot be checked."""
+def begin_probes(ends: Mapping[tuple[str, int], RankEndpoint], device: str) -> dict[str, str]:
+    """Starts all processes together. Returns instance -> reason for each instance that cannot take part."""
     broken: dict[str, str] = {}
     devices: dict[tuple[str, int], str] = {}
     for end in ends.values():

@@ -72,7 +72,7 @@ class RankEndpoint:
             seed=self.seed,
         )
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "pd_cluster.engine.link_probe.probe_end"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -85,10 +85,10 @@ class RankEndpoint:
     def tell(self, command: Command) -> None:
         if self._why:
             raise LinkError(self._why)
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(msgspec.json.encode(command) + b"\n")
+            self.process.stdin.flush()
         except OSError:
             raise LinkError(self._last_log_line("the process has ended")) from None
 
@@ -113,23 +113,23 @@ class RankEndpoint:
         return self.receive(timeout_s)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(END_S)
+        self.process.kill()
+        self.process.wait(END_S)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # ends the process
+            self.process.stdin.close()  # ends the process
         try:
-            self._process.wait(END_S)
+            self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         self._log.close()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
             self.lines.put(line)
         self.lines.put(b"")
 

@@ -57,7 +57,7 @@ def free_ports(count: int, reservations: Reservations | None = None) -> list[int
     `reservations` None: reserved until this process ends. Raises ConfigError if there are too few.
     """
     ports: list[int] = []
-    for port in _candidates():
+    for port in candidate_ports():
         if len(ports) == count:
             break
         if (FOR_LIFE if reservations is None else reservations).take(port):
@@ -74,13 +74,13 @@ def free_port_pair() -> int:
 
 def free_port_row(count: int) -> int:
     """Returns the first of `count` consecutive free ports. Raises ConfigError."""
-    for port in _candidates():
+    for port in candidate_ports():
         if port + count - 1 <= LAST and all(FOR_LIFE.take(each) for each in range(port, port + count)):
             return port
     raise ConfigError(f"this machine has no {count} consecutive free ports")
 
 
-def _candidates() -> Iterator[int]:
+def candidate_ports() -> Iterator[int]:
     """Yields all ports that may be chosen, in any order."""
     ports = list(range(FIRST, _first_outgoing()))
     if len(ports) < LEAST_ROOM:

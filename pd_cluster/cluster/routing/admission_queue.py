@@ -92,8 +92,8 @@ class AdmissionQueue:
         self._members = members
         self._loop = asyncio.get_running_loop()
         self.queue = FairQueue()
-        self._rate = AdmissionRate(self._loop.time())
-        self._abandonment = Abandonment()
+        self.rate = AdmissionRate(self._loop.time())
+        self.abandonment = Abandonment()
         self._turns: dict[QueueEntry, AwaitedTurn] = {}
         self._is_paused = False
         self._is_beginning = False  # a request was selected, but it has not been sent yet
@@ -153,9 +153,9 @@ class AdmissionQueue:
         if client_timeout_s < found.most_s:
             found = WaitLimit(client_timeout_s, f"the {client_timeout_s:g} s of the client's own timeout")
         now_s = self._loop.time()
-        most_s = self._abandonment.most_wait_s(client.leave_times, num_tokens, now_s)
+        most_s = self.abandonment.most_wait_s(client.leave_times, num_tokens, now_s)
         if most_s < found.most_s:
-            after_s = self._abandonment.abandon_after_s(client.leave_times, now_s)
+            after_s = self.abandonment.abandon_after_s(client.leave_times, now_s)
             found = WaitLimit(most_s, f"the {after_s:.2g} s after which clients have recently left")
         return found
 
@@ -172,7 +172,7 @@ class AdmissionQueue:
         if not may(entry):
             return None
         self._is_beginning = group.has_begun = True
-        self._rate.passed(now_s, waited=False)
+        self.rate.passed(now_s, waited=False)
         self._begin(entry, now_s)
         return entry
 
@@ -235,9 +235,9 @@ class AdmissionQueue:
         if how == "failed":
             return
         now_s = self._loop.time()
-        self._abandonment.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=how == "left")
+        self.abandonment.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=how == "left")
         if how == "answered":
-            self._abandonment.answers.note(now_s, now_s - entry.begun_s, entry.num_tokens)
+            self.abandonment.answers.note(now_s, now_s - entry.begun_s, entry.num_tokens)
 
     def look(self) -> None:
         """Lets the next request begin if there is capacity. Called when an instance has finished some work."""
@@ -247,7 +247,7 @@ class AdmissionQueue:
         if entry is None:
             return
         self._measured()
-        self._rate.began(entry.num_tokens)
+        self.rate.began(entry.num_tokens)
         self._begin(entry, self._loop.time())
         self._is_beginning = True
         turn = self._turns.pop(entry).came
@@ -283,7 +283,7 @@ class AdmissionQueue:
         """Returns the next request, and refuses earlier ones whose answers would come too late."""
         while (entry := self.queue.next(may)) is not None:
             now_s = self._loop.time()
-            most_s = SAFE * self._abandonment.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
+            most_s = SAFE * self.abandonment.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
             turn, group = self._turns[entry]
             if turn.done() or group.has_begun or now_s - entry.arrived_s <= most_s:
                 return entry
@@ -299,7 +299,7 @@ class AdmissionQueue:
     def _gives_up(self, entry: QueueEntry, has_left: bool) -> None:
         if has_left:
             now_s = self._loop.time()
-            self._abandonment.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=True)
+            self.abandonment.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=True)
         turn = self._turns.pop(entry, None)
         if turn is not None:
             turn.came.cancel()
@@ -309,8 +309,8 @@ class AdmissionQueue:
             self.begun(entry)
 
     def _measured(self) -> float:
-        self._rate.passed(self._loop.time(), waited=self.queue.num_waiting > 0)
-        return self._rate.tokens_per_s
+        self.rate.passed(self._loop.time(), waited=self.queue.num_waiting > 0)
+        return self.rate.tokens_per_s
 
     def _may_begin(self) -> Callable[[QueueEntry], bool] | None:
         """Returns a test that tells whether a request may begin now; None if no request may.

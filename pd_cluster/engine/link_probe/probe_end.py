@@ -36,8 +36,8 @@ class ProbeEnd:
 
     def __init__(self) -> None:
         self._begin: BeginProbes
-        self._pool: KVPool
-        self._receiving: ReceivingEnd | None = None
+        self.pool: KVPool
+        self.receiving: ReceivingEnd | None = None
 
     def answer(self, command: Command) -> ProbeAnswer:
         """Raises PdClusterError."""
@@ -45,8 +45,8 @@ class ProbeEnd:
             case BeginProbes():
                 return self._make_pool(command)
             case Listen():
-                self._receiving = ReceivingEnd(self._begin, command, self._pool)
-                return ProbeAnswer(port=self._receiving.port, epoch=self._receiving.epoch)
+                self.receiving = ReceivingEnd(self._begin, command, self.pool)
+                return ProbeAnswer(port=self.receiving.port, epoch=self.receiving.epoch)
             case Send():
                 return self._send(command)
             case Compare():
@@ -56,9 +56,9 @@ class ProbeEnd:
         self._begin = command
         device = bind(command.device, command.device_ids, command.rank)
         use(device)
-        self._pool = _pool_on(device)
+        self.pool = _pool_on(device)
         for block in range(NUM_BLOCKS) if command.role == "prefill" else ():
-            self._pool.put_block(block, content_of(command.seed, block))
+            self.pool.put_block(block, content_of(command.seed, block))
         return ProbeAnswer(device=f"{device.kind}:{device.index}" if device.is_accelerator else device.kind)
 
     def _send(self, command: Send) -> ProbeAnswer:
@@ -78,7 +78,7 @@ class ProbeEnd:
         """
         deadline_s = time.monotonic() + command.wait_s
         while True:
-            end = SendingEnd(self._begin, command, self._pool)
+            end = SendingEnd(self._begin, command, self.pool)
             try:
                 end.link(command)
                 return end
@@ -91,13 +91,13 @@ class ProbeEnd:
                 time.sleep(AGAIN_S)
 
     def _compare(self, command: Compare) -> ProbeAnswer:
-        receiving, self._receiving = self._receiving, None
+        receiving, self.receiving = self.receiving, None
         assert receiving is not None, "Compare before Listen"
         try:
             receiving.compare(command)
         finally:
             receiving.close()
-            self._pool.clear(list(range(NUM_BLOCKS)))  # the next link must not find the same content
+            self.pool.clear(list(range(NUM_BLOCKS)))  # the next link must not find the same content
         return ProbeAnswer()
 
 

@@ -180,7 +180,7 @@ class SendingEnd(LinkEnd):
         )
         self.endpoint.network_policy.set_peers([self._own, info])
         self._links.set_peers([info])
-        self._wait(lambda: bool(self._table.link_to(self._peer) or self._reason()), self._take, "the link")
+        self._wait(lambda: bool(self._table.link_to(self._peer) or self._reason()), self.take, "the link")
         if reason := self._reason():
             raise LinkError(reason)
 
@@ -196,7 +196,7 @@ class SendingEnd(LinkEnd):
         transfer_id, num_tokens = f"probe{number}", NUM_BLOCKS * BLOCK_SIZE
         self._is_credited = self._is_confirmed = False
         self._table.send(conn, wire.Offer(transfer_id, num_tokens))
-        self._wait(lambda: self._is_credited, self._take, "the receiver's answer")
+        self._wait(lambda: self._is_credited, self.take, "the receiver's answer")
         step = max(1, self._table.limits(conn, 0).max_payload_nbytes // BLOCK_NBYTES)
         starts = range(0, NUM_BLOCKS, step)
         started_s = time.monotonic()
@@ -206,7 +206,7 @@ class SendingEnd(LinkEnd):
             self._table.ship(conn, 0, transfer_id, index, piece)
         first_tokens = [TokenOutput(transfer_id, 0, 0, 0, 1)]
         self._table.ship_end(conn, 0, wire.KVEnd(transfer_id, len(starts), num_tokens, first_tokens))
-        self._wait(lambda: self._is_confirmed, self._take, "the transfer")
+        self._wait(lambda: self._is_confirmed, self.take, "the transfer")
         return time.monotonic() - started_s
 
     def urgent(self, conn: str, body: wire.Body) -> bool:
@@ -214,7 +214,7 @@ class SendingEnd(LinkEnd):
             self._links.meet(conn, body)
         return isinstance(body, wire.LinkValue)
 
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         match event:
             case ConnOpened(conn):
                 self.was_connected = True
@@ -310,11 +310,11 @@ class ReceivingEnd(LinkEnd):
     def _run(self) -> None:
         try:
             while not self._error:
-                self._take(self.events.get())  # until `close` or the end of the mailbox
+                self.take(self.events.get())  # until `close` or the end of the mailbox
         except LinkError as error:
             self._error = error.text
 
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         match event:
             case Mail(conn, peer, wire.LinkOpen() as opened):
                 self._links.on_open(conn, peer, opened, is_announced=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 AGAIN_S = 1.0  # the deadline is moved at most this often
 
 
-class _Alarm:
+class Alarm:
     """Wraps faulthandler's timer; a process has only one."""
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class _Alarm:
         faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
-_alarm = _Alarm()
+alarm = Alarm()
 
 
 def end_within(limit_s: float) -> None:
     """Ends this process with code 1 after `limit_s`, unless it ends earlier. Nothing can move this deadline later."""
-    _alarm.make_final(time.monotonic(), limit_s)
+    alarm.make_final(time.monotonic(), limit_s)
 
 
 def ends_when_hung(limit_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
@@ -58,6 +58,6 @@ def ends_when_hung(limit_s: float, clock: Callable[[], float] = time.monotonic) 
         now_s = clock()
         if now_s >= next_s:
             next_s = now_s + min(AGAIN_S, limit_s / 4)
-            _alarm.put_off(now_s, limit_s)
+            alarm.put_off(now_s, limit_s)
 
     return on_round

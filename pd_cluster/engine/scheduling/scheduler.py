@@ -80,7 +80,7 @@ class StepScheduler:
         self.groups = [
             GroupHoldings(at, group, self.block_size, max_num_batched_tokens) for at, group in enumerate(groups)
         ]
-        self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
+        self.holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for
         self.known = self._checkpoints.reached or self.blocks  # contents after which another request can begin
@@ -110,14 +110,14 @@ class StepScheduler:
         Returns, for each group, the first token of the prompt that must land; earlier tokens are cached, or no later
         token attends to them. A state counts as one token. Raises OutOfBlocks; then nothing has changed.
         """
-        hit = self._holdings.landing(request)
+        hit = self.holdings.landing(request)
         missing = self.allocator.num_missing_to_land(request, hit, num_tokens)
         for group, known, num_missing in zip(self.groups, hit.tables, missing, strict=True):
             if num_missing > group.blocks.num_available - group.blocks.num_unheld(known):
                 raise OutOfBlocks(wanted=num_missing, free=group.blocks.num_available)
         self._take_in(request)
         moves = self._begin_moves([])
-        in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(hit.tables[0]))
+        in_tier = self.holdings.in_tier(request, len(request.prompt_token_ids), len(hit.tables[0]))
         first = self.allocator.land(request, hit, missing, in_tier)
         if moves:
             self.move_now(moves)  # before any KV lands
@@ -131,8 +131,8 @@ class StepScheduler:
         Returns False if nothing is cached.
         """
         num_tokens = len(request.prompt_token_ids)
-        hit = self._holdings.find(request, num_tokens)
-        in_tier = self._holdings.in_tier(request, num_tokens, hit.num_blocks)
+        hit = self.holdings.find(request, num_tokens)
+        in_tier = self.holdings.in_tier(request, num_tokens, hit.num_blocks)
         in_tier = in_tier[: self.blocks.num_available - self.blocks.num_unheld(hit.tables[0])]
         num_blocks = hit.num_blocks + len(in_tier)
         if not num_blocks:
@@ -150,19 +150,19 @@ class StepScheduler:
     def keep_pulled(self, request: Request) -> None:
         """Adds a pulled beginning, which has landed, to the prefix cache, and ends its request."""
         request.num_computed_tokens = len(request.prompt_token_ids)
-        self._holdings.remember(request)
+        self.holdings.remember(request)
         self._checkpoints.landed(request)
         self.finish(request)
 
     def num_known_tokens(self, request: Request) -> int:
         """Counts the prompt's first tokens that need not be computed, because device or host memory has them."""
         most = len(request.prompt_token_ids) - 1
-        hit = self._holdings.find(request, most)
-        return (hit.num_blocks + len(self._holdings.in_tier(request, most, hit.num_blocks))) * self.block_size
+        hit = self.holdings.find(request, most)
+        return (hit.num_blocks + len(self.holdings.in_tier(request, most, hit.num_blocks))) * self.block_size
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
         """See Holdings."""
-        return self._holdings.prompt_hashes(request)
+        return self.holdings.prompt_hashes(request)
 
     def _begin_moves(self, moves: list[Move]) -> list[Move]:
         """From now on, collects the moves of evicted and loaded blocks in `moves`.
@@ -178,7 +178,7 @@ class StepScheduler:
         request.num_computed_tokens = len(request.prompt_token_ids)
         request.status = Status.RUNNING
         self.running.append(request)
-        self._holdings.remember(request)
+        self.holdings.remember(request)
 
     def fork(self, parent: Request, index: int) -> Request:
         """Starts another sequence of the same prompt.
@@ -225,7 +225,7 @@ class StepScheduler:
             self.running.remove(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
-        self._holdings.give_back(request)
+        self.holdings.give_back(request)
         if not request.is_pull:
             self.preemptions.add(request.num_preemptions)
         request.status = Status.FINISHED
@@ -317,7 +317,7 @@ class StepScheduler:
         way; a block must be copied or swapped; there are too few blocks; the first waiting request needs blocks that
         will soon be freed; the model has states.
         """
-        if self._holdings.states is not None:
+        if self.holdings.states is not None:
             return None
         plan, budget, gone = StepPlan(), self.max_num_batched_tokens, {request.key for request in leaving}
         due = sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r)))
@@ -339,7 +339,7 @@ class StepScheduler:
         at = self.places.next(self.waiting)
         if at < len(self.waiting) and budget and self.num_seqs - len(gone) < self.max_num_seqs:
             first = self.waiting[at]
-            hit = self._holdings.find(first, first.num_tokens - 1)
+            hit = self.holdings.find(first, first.num_tokens - 1)
             if self.allocator.num_missing(first, hit) is None:
                 return None if gone or self.allocator.parked(first) else plan
             if not self._enters_ahead(first, may_go):
@@ -373,8 +373,8 @@ class StepScheduler:
     def _advance(self, request: Request, num_tokens: int) -> None:
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
-            self._holdings.remember(request)
-        self._holdings.free_passed_blocks(request)
+            self.holdings.remember(request)
+        self.holdings.free_passed_blocks(request)
 
     def expire(self, now_s: float) -> None:
         """Ends retentions that have expired."""
@@ -389,7 +389,7 @@ class StepScheduler:
     def change_numerics(self, numerics: Numerics) -> None:
         """Forgets all cached contents, and hashes later ones with these numerics. There must be no requests."""
         self.forget()
-        self._holdings.change_numerics(numerics)
+        self.holdings.change_numerics(numerics)
 
     def can_land(self, request: Request, num_tokens: int) -> bool:
         """Whether a transfer may be credited.
@@ -400,7 +400,7 @@ class StepScheduler:
         if not request.is_pull and not self.places.may_land(request, self.waiting):
             return False
         num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
-        hit, num_further = self._holdings.landing(request), 0 if request.is_pull else num_sequences - 1
+        hit, num_further = self.holdings.landing(request), 0 if request.is_pull else num_sequences - 1
         missing = self.allocator.num_missing_to_land(request, hit, num_tokens, num_further)
         return self.allocator.has(missing, hit.tables)
 

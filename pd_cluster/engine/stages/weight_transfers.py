@@ -56,7 +56,7 @@ class WeightTransfers(Stage):
         self._schedulers: tuple[str, ...] = ()  # their connections; replaced, never changed
         self._answers: queue.SimpleQueue[tuple[str, wire.TakeWeights]] = queue.SimpleQueue()
         self._fetching = threading.Lock()
-        self._sending: threading.Thread | None = None
+        self.sending: threading.Thread | None = None
 
     # ---- the engine's thread
 
@@ -80,7 +80,7 @@ class WeightTransfers(Stage):
         return True
 
     def _send(self, order: wire.SendWeights) -> None:
-        if self._sending is not None and self._sending.is_alive():
+        if self.sending is not None and self.sending.is_alive():
             log.warning("files of weights %s are not sent: another transfer is under way", order.version.name)
             return
         version = order.version
@@ -90,7 +90,7 @@ class WeightTransfers(Stage):
             return FolderFiles(folder, version_files(folder))
 
         to = ReceiverAddress(order.host, order.port, order.public_key)
-        self._sending = send_in_background(self._ends.sender(), to, find)
+        self.sending = send_in_background(self._ends.sender(), to, find)
 
     def close(self) -> None:
         self.copies.close()

@@ -123,7 +123,7 @@ class Preloader:
     """The socket to a preloader. A preloader that `start` has created belongs to this process and ends with it."""
 
     def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
-        self._channel = channel
+        self.channel = channel
         self._process = process
         self.is_silent = False  # it has failed to answer, so this process does not wait for it again
 
@@ -169,11 +169,11 @@ class Preloader:
         return self._process is not None and self._process.poll() is None
 
     def fileno(self) -> int:
-        return self._channel.fileno()
+        return self.channel.fileno()
 
     def close(self) -> None:
         """Ends the preloader if it belongs to this process. Ranks that it has forked continue."""
-        self._channel.close()
+        self.channel.close()
         if self._process is None:
             return
         self._process.kill()  # it has no state to save
@@ -197,7 +197,7 @@ class Preloader:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))]
         try:
             with theirs:
-                self._channel.sendmsg([KNOCK], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                self.channel.sendmsg([KNOCK], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except OSError as error:
             fork.close()
             raise NotForked(f"the preloader is gone or too busy ({error.strerror})") from error
@@ -207,14 +207,14 @@ class Preloader:
 class Fork:
     """A rank process that was requested from a preloader. A pidfd reports its end; the preloader reports its exit code.
 
-    `_held` is one end of a pipe. When all copies of this end are closed, the kernel kills the rank, even a stopped one.
+    `held` is one end of a pipe. When all copies of this end are closed, the kernel kills the rank, even a stopped one.
     """
 
     def __init__(self, answers: socket.socket, request: bytes, files: Sequence[int]) -> None:
         """The caller keeps ownership of `files`."""
         self._answers = answers
         self._request = request
-        self._lifeline, self._held = os.pipe()
+        self._lifeline, self.held = os.pipe()
         self._files = [os.dup(file) for file in (1, 2, *files)]
         self._pidfd = -1
         self.pid = 0
@@ -273,10 +273,10 @@ class Fork:
         """Kills the process, if there is one. May be called again."""
         self._answers.close()
         self._drop_files()
-        for fd in (self._pidfd, self._held):
+        for fd in (self._pidfd, self.held):
             if fd >= 0:
                 os.close(fd)
-        self._pidfd = self._held = -1
+        self._pidfd = self.held = -1
 
     def _drop_files(self) -> None:
         """Closes files that the rank has already received or no longer needs."""

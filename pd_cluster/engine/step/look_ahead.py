@@ -69,26 +69,26 @@ class LookAhead:
         """
         self._runner, self._scheduler, self._wants_host = runner, scheduler, wants_host
         self._is_processed = is_processed
-        self._plan: StepPlan | None = None  # the step that was launched ahead
+        self.launched: StepPlan | None = None  # the step that was launched ahead
         self._rows: Mapping[Request, int] = {}  # request -> its row among that step's tokens
         self._tokens: Tokens | None = None
         self.num_ahead = 0  # steps that were launched ahead
 
     def plan(self) -> StepPlan | None:
         """Returns the step that was launched ahead, with only the sequences that still run; None if there is none."""
-        plan, self._plan = self._plan, None
+        plan, self.launched = self.launched, None
         if plan is not None:
             plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
             plan.admitted = [request for request in plan.admitted if request.status is Status.RUNNING]
         if plan is None or not plan.chunks:
             self._tokens = None
             return None
-        self._plan = plan
+        self.launched = plan
         return plan
 
     def has_launched(self, plan: StepPlan) -> bool:
         """Whether this step was launched ahead."""
-        return plan is self._plan
+        return plan is self.launched
 
     def sample(
         self, plan: StepPlan, on_layer: OnLayer | None, begins: Begins
@@ -106,15 +106,15 @@ class LookAhead:
             tokens = None
             if all(self._may_go(request) for request, _ in plan.chunks):
                 tokens, rows = self._runner.launch(plan.chunks, None, on_layer), _rows_of(plan)
-        self._plan = self._tokens = None
+        self.launched = self._tokens = None
         if tokens is None:
             return None
         ready = self._scheduler.computed(plan)
-        self._launch_next(ready, tokens, rows, begins)
+        self.launch_next(ready, tokens, rows, begins)
         chosen = tokens.wait()
         return ready, [chosen[rows[request]] for request in ready]
 
-    def _launch_next(
+    def launch_next(
         self, ready: Sequence[Request], tokens: Tokens, rows: Mapping[Request, int], begins: Begins
     ) -> None:
         if self._wants_host(ready):
@@ -129,7 +129,7 @@ class LookAhead:
         after = After(tokens, sources) if any(row is not None for row in sources) else None
         self.num_ahead += 1
         self._rows = _rows_of(plan)
-        self._plan, self._tokens = plan, self._runner.launch(plan.chunks, after, on_layer)
+        self.launched, self._tokens = plan, self._runner.launch(plan.chunks, after, on_layer)
 
     def _may_go(self, request: Request) -> bool:
         if needs_host(request) or (self._is_processed is not None and self._is_processed(request)):

@@ -37,7 +37,7 @@ class SchedulerChoice:
     """`most`: requests in flight at one scheduler, 0 for no limit. `num_fallbacks`: further endpoints in an answer."""
 
     def __init__(self, most: int = 0, num_fallbacks: int = 0) -> None:
-        self._most, self._num = most, 1 + num_fallbacks
+        self.most_requests, self.num_endpoints = most, 1 + num_fallbacks
         self._endpoints: dict[str, Endpoint] = {}
         self._num_choices = 0
 
@@ -74,7 +74,7 @@ class SchedulerChoice:
         if not ready:
             raise NoneReady
         expected = dict(zip((each.address for each in ready), _expected(ready), strict=True))
-        most = self._most or math.inf
+        most = self.most_requests or math.inf
         free = [each for each in ready if each.load is None or expected[each.address] < most]
         if not free:
             raise AllFull
@@ -82,7 +82,7 @@ class SchedulerChoice:
         self._num_choices += 1
         order[0].num_sent += 1
         order[0].last = self._num_choices
-        return [each.address for each in order[: self._num]]
+        return [each.address for each in order[: self.num_endpoints]]
 
 
 def _expected(ready: Sequence[Endpoint]) -> list[float]:

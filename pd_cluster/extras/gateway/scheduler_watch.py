@@ -39,7 +39,7 @@ class SchedulerWatch:
     def __init__(
         self, choice: SchedulerChoice, addresses: Sequence[Address], interval_s: float, timeout_s: float, key: str = ""
     ) -> None:
-        self._choice, self._addresses = choice, addresses
+        self._choice, self.addresses = choice, addresses
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._resolved: dict[Address, tuple[float, list[str]]] = {}  # time and result of the last look-up
@@ -56,11 +56,11 @@ class SchedulerWatch:
                 await asyncio.sleep(max(0.0, began_s + self._interval_s - loop.time()))
 
     async def look(self, client: httpx.AsyncClient) -> None:
-        found = await asyncio.gather(*(self._endpoints(each) for each in self._addresses))
+        found = await asyncio.gather(*(self._endpoints(each) for each in self.addresses))
         endpoints = list(dict.fromkeys(each for some in found for each in some))[:MOST_ENDPOINTS]
         self._choice.set_addresses(endpoints)
         await asyncio.gather(*(self._look_at(client, each) for each in endpoints))
-        for gone in self._logged.keys() - {*endpoints, *map(_written, self._addresses)}:
+        for gone in self._logged.keys() - {*endpoints, *map(_written, self.addresses)}:
             log.info("%s is gone", gone)
             del self._logged[gone]
 

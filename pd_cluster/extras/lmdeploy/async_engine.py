@@ -52,20 +52,20 @@ class AsyncEngine:
         self.backend = backend
         self.backend_config = ready.backend_config
         self.instance_num = ready.num_at_once
-        self._offline, self._way = ready.offline, ready.way
+        self.offline, self._way = ready.offline, ready.way
         self._sessions = Sessions()
 
     @property
     def session_len(self) -> int:
-        return self._offline.service.max_model_len
+        return self.offline.service.max_model_len
 
     @property
     def tokenizer(self) -> Any:
-        return self._offline.service.tokenizer
+        return self.offline.service.tokenizer
 
     def close(self) -> None:
         """Ends the engine and its answers; further calls do nothing."""
-        self._offline.close()
+        self.offline.close()
 
     def __enter__(self) -> Self:
         return self
@@ -120,25 +120,25 @@ class AsyncEngine:
         jobs, is_one, call = self._jobs(prompts, gen_config, options)
         with Progress(len(jobs), call.use_tqdm) as progress:
             work = whole_answers(
-                self._offline.service,
+                self.offline.service,
                 jobs,
                 self.instance_num,
                 lambda last: progress.add(last.input_token_len, last.generate_token_len),
             )
-            found = self._offline.run(work)
+            found = self.offline.run(work)
         return found[0] if is_one else found
 
     def _streamed(self, jobs: list[Job], call: Call) -> Iterator[Response]:
         with Progress(len(jobs), call.use_tqdm) as progress:
-            items = answers(self._offline.service, jobs, self.instance_num)
-            with contextlib.closing(self._offline.iterate(items)) as responses:  # type: ignore[type-var]
+            items = answers(self.offline.service, jobs, self.instance_num)
+            with contextlib.closing(self.offline.iterate(items)) as responses:  # type: ignore[type-var]
                 for response in responses:
                     if response.finish_reason is not None and not response.choice:
                         progress.add(response.input_token_len, response.generate_token_len)
                     yield response
 
     def _jobs(self, prompts: Any, gen_config: Any, options: dict[str, Any]) -> tuple[list[Job], bool, Call]:
-        call, found = Call(**options), prompts_of(prompts, self._offline.service.takes_images)
+        call, found = Call(**options), prompts_of(prompts, self.offline.service.takes_images)
         configs = call.configs(gen_config, len(found.items))
         way = self._way_of(call)
         requests = {key: self._request(config, way, call) for key, config in distinct(configs).items()}
@@ -159,10 +159,10 @@ class AsyncEngine:
         return way if call.do_preprocess else way._replace(stop_words=())
 
     def _request(self, config: GenerationConfig, way: PromptStyle, call: Call) -> CompletionRequest:
-        request = request_of(config, self._offline.service.tokenizer, way.stop_words)
+        request = request_of(config, self.offline.service.tokenizer, way.stop_words)
         if (name := call.adapter_name) is None:
             return request
-        if name not in (known := self._offline.service.names.adapters):
+        if name not in (known := self.offline.service.names.adapters):
             given = ", ".join(known) or "none"
             raise RequestError(f"adapter_name: {name!r}; the engine's adapters: {given}", param="adapter_name")
         return request.model_copy(update={"model": name})
@@ -209,7 +209,7 @@ class AsyncEngine:
             return
         way = self._way_of(call)
         request = self._request(config, way, call).model_copy(update={"prompt_cache_key": f"session-{session_id}"})
-        prompt = as_prompt(prompt_of(messages, self._offline.service.takes_images), way, call.do_preprocess, "messages")
+        prompt = as_prompt(prompt_of(messages, self.offline.service.takes_images), way, call.do_preprocess, "messages")
         session = self._sessions.begin(session_id, sequence_start, step)
         try:
             job = Job(0, prompt, request, way, "messages")
@@ -230,14 +230,14 @@ class AsyncEngine:
         token_ids: list[int] = []
 
         async def responses() -> AsyncGenerator[Response, None]:
-            begun = await begin(self._offline.service, job)
+            begun = await begin(self.offline.service, job)
             token_ids.extend(begun.token_ids)
-            async with contextlib.aclosing(begun.responses(self._offline.service)) as items:
+            async with contextlib.aclosing(begun.responses(self.offline.service)) as items:
                 async for item in items:
                     yield item
 
         try:
-            async with contextlib.aclosing(bridged(self._offline, responses(), session.works)) as items:
+            async with contextlib.aclosing(bridged(self.offline, responses(), session.works)) as items:
                 async for item in items:
                     parts.append(item)
                     if is_streamed:
@@ -251,7 +251,7 @@ class AsyncEngine:
             if parts and parts[-1].error is None and token_ids:
                 answer = joined(parts)
                 said = answer.token_ids
-                if said and answer.finish_reason == "stop" and said[-1] in self._offline.checkpoint.eos_token_ids:
+                if said and answer.finish_reason == "stop" and said[-1] in self.offline.checkpoint.eos_token_ids:
                     said = said[:-1]  # leaves out an end token, which would end the conversation
                 session.add(new, [*token_ids, *said], answer.text)
         if not is_streamed:
@@ -297,7 +297,7 @@ class AsyncEngine:
 
     def steps(self, items: AsyncGenerator[GenOut, None]) -> Iterator[GenOut]:
         """Yields a turn's steps on this thread."""
-        return self._offline.iterate(items)
+        return self.offline.iterate(items)
 
     async def get_generator(self, stop: bool, session_id: int) -> SessionGenerator:
         """Returns the session's generator when earlier turns have ended. `stop` ends them early."""

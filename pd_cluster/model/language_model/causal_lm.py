@@ -95,7 +95,7 @@ class PlainCausalLM:
         self.key_features: torch.Tensor | None = None
         self.embedding_factor = 1.0
         self.bf16_way = self.prompt_states = ""
-        self._attend = attention.write_and_attend
+        self.attend = attention.write_and_attend
         self._has_latents, self._cache_argument = has_latents(self.caches), cache_argument(model)
         self._up_projections = split_up_projections(model) if self._has_latents else []
         self._reads = {layer: each.reads for layer, each in enumerate(self.caches) if each.reads is not None}
@@ -119,7 +119,7 @@ class PlainCausalLM:
                 setattr(module, PADDING_CHECK, lambda *_: None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        batch.write_and_attend, batch.reads = self._attend, self._reads
+        batch.write_and_attend, batch.reads = self.attend, self._reads
         if self._logn is not None:
             batch.query_factors = self._logn.factors(batch)
         if self.adapters is not None:

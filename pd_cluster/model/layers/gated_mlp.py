@@ -130,7 +130,7 @@ class Routing:
         if self.is_plain:
             weights, chosen = scores.topk(self.top_k, dim=-1)
         else:
-            chosen = self._wanted(scores).topk(self.top_k, dim=-1).indices
+            chosen = self.choice_scores(scores).topk(self.top_k, dim=-1).indices
             weights = scores.gather(1, chosen)
         if self.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + self.epsilon).clamp(min=self.least_sum)
@@ -138,8 +138,8 @@ class Routing:
             weights = weights * self.scale
         return (weights.to(dtype or logits.dtype).float() if self.round_weights else weights), chosen
 
-    def _wanted(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the scores by which experts are chosen: minus infinity in groups that are not among the best."""
+    def choice_scores(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns the scores by which experts are chosen: minus infinity in groups that take no part."""
         wanted = scores if self.choice_bias is None else scores + self.choice_bias
         if self.top_groups == self.num_groups:
             return wanted

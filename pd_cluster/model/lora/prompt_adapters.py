@@ -40,20 +40,20 @@ class PromptAdapters(SlotTable[PromptFolder]):
         super().__init__("prompt adapter")
         self._hidden_size, self._layout, self._factor, self._order = hidden_size, layout, factor, order
         self._device = device
-        self._loaded: dict[int, VirtualTokens] = {}
+        self.loaded: dict[int, VirtualTokens] = {}
 
     def put(self, slot: int, folder: PromptFolder) -> None:
         use(self._device)  # this thread copies to the accelerator
-        self._loaded[slot] = self._read(folder)
+        self.loaded[slot] = self._read(folder)
         mark(self._device).wait()  # launches of other threads would not wait for this thread's
         log.info("prompt adapter %s: %d virtual tokens of %s", folder.digest[:20], folder.num_tokens, folder.path)
 
     def clear_slot(self, slot: int) -> None:
         mark(self._device).wait()  # launched steps that use the adapter may not have finished
-        del self._loaded[slot]
+        del self.loaded[slot]
 
     def rows(self, parts: Ints) -> VirtualRows:
-        return VirtualRows(parts, [self._loaded[slot] for slot in parts[:, 0].tolist()])
+        return VirtualRows(parts, [self.loaded[slot] for slot in parts[:, 0].tolist()])
 
     def _read(self, folder: PromptFolder) -> VirtualTokens:
         place, stored = f"{folder.file}: {TENSOR}", folder.tensor

@@ -223,14 +223,14 @@ class DeviceGroup:
         store = PrefixStore(device.dist_backend, self._host.store)
         self._group: Any = device_group.make_ranks(store, place.rank, place.size, place.load_timeout_s, device)
         self._timeout = timedelta(seconds=place.timeout_s)
-        self._sums_in_order = sums_in_order
+        self.sums_in_order = sums_in_order
         self._symmetric: SymmetricSums | None = None
         if is_symmetric and not sums_in_order:
             self._symmetric = SymmetricSums(PrefixStore("symmetric", self._host.store), place.rank, place.size, device)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        if self._sums_in_order:
+        if self.sums_in_order:
             first, *others = self._parts(x)
             total = first.float()
             for other in others:

@@ -81,11 +81,11 @@ class _State:
     """A sequence's matcher, which follows the request's output."""
 
     def __init__(self, compiled: Matcher) -> None:
-        self._compiled = compiled
+        self.compiled = compiled
         self._start([])
 
     def _start(self, output: list[int]) -> None:
-        self._matcher = self._compiled.copy()
+        self._matcher = self.compiled.copy()
         self._output = output  # the request's own list
         self._num_taken = 0
         self._last = -1  # the last token taken
@@ -107,8 +107,8 @@ class Guides:
     def __init__(self, load: Callable[[], Compiler]) -> None:
         """`load` is called on the compiling thread, for the first guide; it may raise GuideError."""
         self._load = load
-        self._compiler: Compiler | None = None
-        self._compiled: OrderedDict[Guide, Future[Matcher]] = OrderedDict()
+        self.compiler: Compiler | None = None
+        self.compiled: OrderedDict[Guide, Future[Matcher]] = OrderedDict()
         self._num_chars = 0  # of all guides
         # The compilation of a request's guide, or its progress; a missing entry is rebuilt from the token ids.
         self.states: WeakKeyDictionary[Request, Future[Matcher] | _State] = WeakKeyDictionary()
@@ -170,29 +170,29 @@ class Guides:
         self._masking = None
 
     def _future(self, guide: Guide) -> Future[Matcher]:
-        future = self._compiled.get(guide)
+        future = self.compiled.get(guide)
         if future is None:
             if self._compiling is None:
                 self._compiling = _one_thread("guides")
-            future = self._compiled[guide] = self._compiling.submit(self._compile, guide)
+            future = self.compiled[guide] = self._compiling.submit(self._compile, guide)
             self._num_chars += len(guide.text)
-            while len(self._compiled) > MAX_GUIDES or (self._num_chars > MAX_NUM_CHARS and len(self._compiled) > 1):
-                self._num_chars -= len(self._compiled.popitem(last=False)[0].text)
-        self._compiled.move_to_end(guide)
+            while len(self.compiled) > MAX_GUIDES or (self._num_chars > MAX_NUM_CHARS and len(self.compiled) > 1):
+                self._num_chars -= len(self.compiled.popitem(last=False)[0].text)
+        self.compiled.move_to_end(guide)
         return future
 
     def _compile(self, guide: Guide) -> Matcher:
-        if self._compiler is None:
-            self._compiler = self._load()
-        return self._compiler.compile(guide)
+        if self.compiler is None:
+            self.compiler = self._load()
+        return self.compiler.compile(guide)
 
     def close(self) -> None:
         """Ends the threads without waiting for a guide that is being compiled; call no method afterwards."""
         for threads in (self._compiling, self._masking):
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
-        self._compiling = self._masking = self._compiler = None  # the compiler has threads of its own
-        self._compiled.clear()
+        self._compiling = self._masking = self.compiler = None  # the compiler has threads of its own
+        self.compiled.clear()
         self.states.clear()
 
     # ---- on the mask thread
@@ -216,7 +216,7 @@ class Guides:
                 continue
             following.append((request, matcher))
             following += [(request, each) for each in _behind(matcher, drafts.get(request, ()))]
-        compiler = self._compiler
+        compiler = self.compiler
         if compiler is None or not following:
             return masks
         table = np.zeros((len(following), compiler.num_words), dtype=np.uint32)

@@ -82,7 +82,7 @@ class RequestProcessors:
     def __init__(self, loaded: Sequence[LoadedProcessor] = (), eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._loaded, self._eos_token_ids = loaded, eos_token_ids
         self.calls = loaded[0].calls if loaded else ProcessorCalls()
-        self._sequences: WeakKeyDictionary[Request, SequenceProcessors] = WeakKeyDictionary()
+        self.sequences: WeakKeyDictionary[Request, SequenceProcessors] = WeakKeyDictionary()
 
     def __bool__(self) -> bool:
         return bool(self._loaded)
@@ -129,11 +129,11 @@ class RequestProcessors:
     def _of(self, request: Request, index: int) -> SequenceProcessors:
         """Returns the processors of a sequence, updated with its tokens."""
         is_own, self.calls.request = index == request.index, request
-        known = self._sequences.get(request) if is_own else None
+        known = self.sequences.get(request) if is_own else None
         if known is None or not known.follow(request):
             known = SequenceProcessors(self._loaded, request, params_of(request.sampling, self._eos_token_ids))
             if is_own:
-                self._sequences[request] = known
+                self.sequences[request] = known
         return known
 
 

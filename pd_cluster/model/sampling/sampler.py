@@ -169,7 +169,7 @@ class Sampler:
         params = [row.request.sampling for row in rows]
         _, best = peaks(logits)
         work = logits.clone()
-        failed = self._adjust(work, rows)
+        failed = self.adjust(work, rows)
         _, best_left = peaks(work, lambda i: self._likeliest_allowed(logits[i], rows[i]))
         ends = [ends_of(p, self.eos_token_ids, self.vocab_size) for p in params]
         found = candidates_of(work, best_left, ends, [p.beam_width for p in params])
@@ -208,7 +208,7 @@ class Sampler:
             others = [rows[i] for i in at.tolist()]
             if adjusted:
                 work = copy_of_rows(logits, at)
-                stuck = {int(at[i]): problem for i, problem in self._adjust(work, others).items()}
+                stuck = {int(at[i]): problem for i, problem in self.adjust(work, others).items()}
                 chosen, best_left = peaks(work, lambda i: self._fallback(logits[at[i]], others[i], stuck, int(at[i])))
             else:
                 work, chosen, best_left = rows_of(logits, at), token_ids[at], best[at]
@@ -252,7 +252,7 @@ class Sampler:
             best[i : i + 1] = peaks(logits[i : i + 1])[1]
         return failed
 
-    def _adjust(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Stuck:
+    def adjust(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Stuck:
         """Applies masks, biases, processors and penalties in place; returns the rows whose processors have failed."""
         restrict(logits, [(i, row.mask.words) for i, row in enumerate(rows) if row.mask is not None])
         failed: Stuck = {}

@@ -78,7 +78,7 @@ def draw(logits: Tensor, best: Floats, knobs: DrawParameters) -> Ints:
         pending[at[done]] = False
     for row in np.flatnonzero(pending).tolist():
         line = logits[row].cpu().numpy()
-        token_ids[row] = _draw_from_many(line, best[row : row + 1], knobs.rows(np.array([row])))
+        token_ids[row] = draw_from_many(line, best[row : row + 1], knobs.rows(np.array([row])))
     return token_ids
 
 
@@ -146,7 +146,7 @@ def _num_kept(ranked: Floats, best: Floats, knobs: DrawParameters, total: Floats
     return np.where(knobs.top_p >= 1.0, limit, np.minimum(limit, nucleus)), is_certain
 
 
-def _draw_from_many(line: Floats, best: Floats, knobs: DrawParameters) -> int:
+def draw_from_many(line: Floats, best: Floats, knobs: DrawParameters) -> int:
     """Returns a token id for one row [vocab_size]; `best` and `knobs` have one entry."""
     kept = kept_of(line, best, knobs)
     cumulative = kept.masses.cumsum()

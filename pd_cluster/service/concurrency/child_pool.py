@@ -90,7 +90,7 @@ class ChildPool:
         self.slow_turns: Places = FairSlots(slow.most, MAX_WAITING)
         self.slow: list[_Job] = []
         self.idle: list[JobChild] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         self.num_killed = 0
 
     async def ask(self, line: bytes) -> bytes:
@@ -111,16 +111,16 @@ class ChildPool:
                 job.fail(NoCapacity(f"the request for this {self._name} was cancelled"))
 
     async def close(self) -> None:
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         while self.idle:
             await self.idle.pop().kill()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     # ---- places
 

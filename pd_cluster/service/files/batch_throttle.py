@@ -31,7 +31,7 @@ class BatchThrottle:
         self.num_running = 0
         self._num_unsent = 0  # running requests without a stream yet
         self._sent_s: dict[str, float] = {}  # stream without a token -> when it was sent
-        self._paused_until_s = 0.0
+        self.paused_until_s = 0.0
         self._num_interactive = 0
         self._interactive_s = float("-inf")  # when an interactive request last began or ended
 
@@ -42,7 +42,7 @@ class BatchThrottle:
         if not self.is_beside_others(now_s):
             return num_prompts < PROMPTS_PER_INSTANCE * max(1, capacity.num_prefills)
         most = max(1, (capacity.num_places or self._most) // BATCH_DIVISOR)
-        return not num_prompts and now_s >= self._paused_until_s and self.num_running < most
+        return not num_prompts and now_s >= self.paused_until_s and self.num_running < most
 
     def is_beside_others(self, now_s: float) -> bool:
         """Whether there are interactive requests, or were recently."""
@@ -66,7 +66,7 @@ class BatchThrottle:
         """Records that a prompt was computed or ended. A second call has no effect."""
         sent_s = self._sent_s.pop(stream_id, None)
         if sent_s is not None:
-            self._paused_until_s = now_s + PAUSE * (now_s - sent_s)
+            self.paused_until_s = now_s + PAUSE * (now_s - sent_s)
 
     # ---- events of interactive requests
 

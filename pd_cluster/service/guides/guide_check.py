@@ -52,7 +52,7 @@ class GuideCheck:
             "pd_cluster.service.guides.guide_child", msgspec.json.encode(settings), timeout_s, "guide", _started
         )
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # digest of a guide -> its error, or ""
-        self._running: dict[tuple[str, bytes], _Check] = {}  # (client, digest): each client has its own turn
+        self.running: dict[tuple[str, bytes], _Check] = {}  # (client, digest): each client has its own turn
         self.num_checked = 0
 
     async def check(self, guide: Guide) -> None:
@@ -67,7 +67,7 @@ class GuideCheck:
             raise GuideError(error)
 
     async def close(self) -> None:
-        tasks = [check.task for check in self._running.values()]
+        tasks = [check.task for check in self.running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -78,10 +78,10 @@ class GuideCheck:
         left.
         """
         by = (current_client.get(), key)
-        check = self._running.get(by)
+        check = self.running.get(by)
         if check is None:
-            check = self._running[by] = _Check(asyncio.create_task(self._checked(key, guide)))
-            check.task.add_done_callback(lambda _: self._running.pop(by))
+            check = self.running[by] = _Check(asyncio.create_task(self._checked(key, guide)))
+            check.task.add_done_callback(lambda _: self.running.pop(by))
         check.num_waiting += 1
         try:
             return await asyncio.shield(check.task)

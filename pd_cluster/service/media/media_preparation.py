@@ -98,7 +98,7 @@ class MediaPreparation:
         self._vision, self._config, self._addresses, self._counts = vision, config, addresses, counts
         self._encode = encode
         self._options = ReadOptions.of(config.processor, "mm_processor_kwargs")
-        self._budget = PixelBudget(int(config.memory_gb * GIB), config.spill_path, int(config.spill_gb * GIB))
+        self.budget = PixelBudget(int(config.memory_gb * GIB), config.spill_path, int(config.spill_gb * GIB))
         self._kept = MediaCache(int(config.cache_gb * GIB))
         self.children: dict[tuple[str, str], ChildPool] = {}  # by (kind, origin)
         if vision is not None:
@@ -220,7 +220,7 @@ class MediaPreparation:
             )
         if not nbytes:
             return PromptWithMedia(placed)
-        held, hold = await self._budget.hold(placed.images)
+        held, hold = await self.budget.hold(placed.images)
         return PromptWithMedia(msgspec.structs.replace(placed, images=held), hold)
 
     def _check_size(self, source: Source, item: Item) -> None:

@@ -33,7 +33,7 @@ class PixelBudget:
         self.in_memory, self.in_files = _Shares(most), _Shares(most_in_files if folder else 0)
         if folder:
             try:
-                os.close(_nameless(folder))
+                os.close(nameless_file(folder))
             except OSError as error:
                 raise ConfigError(f"--media-spill-path {folder}: no file can be made there: {error.strerror}") from None
 
@@ -94,7 +94,7 @@ class PixelHold:
 
 def _in_file(images: Sequence[Image], folder: str) -> tuple[Image, ...]:
     """Writes all pixels to one file, and returns images that map it. Raises OSError."""
-    descriptor = _nameless(folder)
+    descriptor = nameless_file(folder)
     with os.fdopen(descriptor, "w+b") as file:
         for image in images:
             file.write(image.pixels)
@@ -108,7 +108,7 @@ def _in_file(images: Sequence[Image], folder: str) -> tuple[Image, ...]:
     return tuple(found)
 
 
-def _nameless(folder: str) -> int:
+def nameless_file(folder: str) -> int:
     """Opens an unnamed file of mode 0600. Raises OSError."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -51,7 +51,7 @@ class RequestPreprocessor:
         self.encoder, self.guides, self.limits, self._names = encoder, guides, limits, names
         self.tokenizer, self._limit = encoder.tokenizer, encoder.limit
         self.has_priorities = config.settings.routing.has_priorities
-        self._seeds = random.Random(secrets.randbits(128) if config.seed is None else config.seed)
+        self.seeds = random.Random(secrets.randbits(128) if config.seed is None else config.seed)
         self._sampling_defaults = config.sampling_defaults
         self._reports_drafts = config.settings.spec_decode_metrics != "none"
         self._most_retention_s = config.settings.prefix_retention_s
@@ -195,7 +195,7 @@ class RequestPreprocessor:
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, num_tokens: int, shared: SharedFields) -> Sampling:
         """Returns the sampling parameters after a prompt of `num_tokens`. Raises RequestError."""
-        seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
+        seed = request.own_seed if request.own_seed is not None else self.seeds.getrandbits(63)
         sampling = request.sampling(max_tokens, seed, self._sampling_defaults, shared.bad_words, shared.guide)
         return self.limits.check(request, sampling, num_tokens, shared.num_prompts)
 

@@ -34,7 +34,7 @@ _NEUTRAL = {  # the values that beam search, which does not sample, accepts for 
     for mark in getattr(hint, "__metadata__", ())
     if isinstance(mark, ShapesDraws)
 }
-_logged_fields: set[str] = set()
+logged_fields: set[str] = set()
 HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
 OFFSETS = "return_token_offsets"  # refused by routes that do not honour it
 
@@ -206,6 +206,6 @@ def _kin(value: Any) -> tuple[type, ...]:
 
 def _log_unknown(request: BaseModel, known: Collection[str]) -> None:
     for name in request.model_extra or {}:
-        if name not in known and name not in _logged_fields and len(_logged_fields) < 1000:
-            _logged_fields.add(name)
+        if name not in known and name not in logged_fields and len(logged_fields) < 1000:
+            logged_fields.add(name)
             log.warning("request field %r is unknown and has no effect", name[:80])

@@ -25,15 +25,15 @@ def change_runner(module: ModuleType) -> None:
 
 
 def change_ahead(module: ModuleType) -> None:
-    launch_next = module.LookAhead._launch_next
+    launch_next = module.LookAhead.launch_next
 
     def changed(self: Any, *given: Any) -> None:
         launch_next(self, *given)
-        if self._plan is not None and any(request.leg == "prefill" for request, _ in self._plan.chunks):
+        if self.launched is not None and any(request.leg == "prefill" for request, _ in self.launched.chunks):
             with open(os.environ["AHEAD_NOTES"], "ab") as notes:
                 notes.write(b".")
 
-    module.LookAhead._launch_next = changed
+    module.LookAhead.launch_next = changed
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {

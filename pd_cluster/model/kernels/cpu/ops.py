@@ -42,7 +42,7 @@ POOLS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # po
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class _Step(ctypes.Structure):
+class StepFields(ctypes.Structure):
     """Step in attention_step.h: one batch."""
 
     _fields_ = (
@@ -52,7 +52,7 @@ class _Step(ctypes.Structure):
     )
 
 
-class _Layer(ctypes.Structure):
+class LayerFields(ctypes.Structure):
     """Layer in attention_step.h: one layer in one pool."""
 
     _fields_ = (
@@ -85,7 +85,7 @@ class _Index(ctypes.Structure):
 class _BatchState:
     """The C struct that describes a batch with one kind of rope, and the objects that must live as long."""
 
-    step: _Step
+    step: StepFields
     address: int
     rope: Rope
     order: npt.NDArray[np.int32]
@@ -97,7 +97,7 @@ class _Bound:
     """The C struct that describes a layer in one pool, and the attention kernels for the pool's dtype."""
 
     pool: KVPool
-    layer: _Layer
+    layer: LayerFields
     address: int
     attend: Any
     library: ctypes.CDLL  # the attention kernels
@@ -317,7 +317,7 @@ class CpuOps:
             assert heads.sinks.shape == (heads.num_heads,)
             assert heads.sinks.dtype == torch.float32
             assert heads.sinks.is_contiguous()
-        bound = _Layer(
+        bound = LayerFields(
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
@@ -390,7 +390,7 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
         assert batch.key_limits.shape == (batch.num_tokens,)
         assert batch.key_limits.dtype == torch.int32
     order, together = _order(batch)
-    step = _Step(
+    step = StepFields(
         batch.num_tokens,
         batch.num_seqs,
         torch.get_num_threads(),

@@ -129,9 +129,9 @@ class NpuAttention:
         batch.layer_written(layer_idx, scoring.sliding_window)
         if layer_idx == 0 or not isinstance(batch.kernel_state, PlannedStep):
             batch.kernel_state = planned_step(batch)
-        return self._attend(query.transpose(0, 1).contiguous(), layer_idx, batch, batch.kernel_state, scoring)
+        return self.attend(query.transpose(0, 1).contiguous(), layer_idx, batch, batch.kernel_state, scoring)
 
-    def _attend(
+    def attend(
         self, query: torch.Tensor, layer_idx: int, batch: ForwardBatch, planned: PlannedStep, scoring: Scoring
     ) -> torch.Tensor:
         """Maps [num_tokens, num_heads, head_dim] to the same shape; this step's keys and values must be in the pool."""
@@ -207,7 +207,7 @@ def _call(
 def planned_step(batch: ForwardBatch) -> PlannedStep:
     """Makes the plan in a step's first layer. A graph repeats this at each replay, from its buffers."""
     lens = batch.host_context_lens if batch.replay_lens is None else batch.replay_lens
-    batch.host_values = _host_values
+    batch.host_values = host_values_of
     return PlannedStep(tables_of(batch), np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))
 
 
@@ -221,7 +221,7 @@ def tables_of(batch: ForwardBatch) -> torch.Tensor:
     return batch.block_table.index_select(0, at.flatten()).view(at.shape)
 
 
-def _host_values(lens: Ints) -> HostValues:
+def host_values_of(lens: Ints) -> HostValues:
     """Returns the values that a graph's attention receives at replay, under the names that both operators use."""
     context_lens = _at_least_one(lens)
     return {"actual_seq_lengths_kv": context_lens, "actual_seq_kvlen": context_lens}

@@ -112,13 +112,13 @@ def attend_latents(
             rows = slice(row, min(row + most_rows, dense))
             num_seen = behind + rows.stop  # the number of keys visible to the last of these rows
             absorbed = _absorbed(queries[:, rows].float(), to_keys)
-            weighted = _attend(*absorbed, latents[:num_seen], ropes[:num_seen], scaling)
+            weighted = weigh_latents(*absorbed, latents[:num_seen], ropes[:num_seen], scaling)
             output[rows] = torch.bmm(weighted, to_values).transpose(0, 1).to(output.dtype)
         for row in range(dense, stop):
             assert batch.chosen is not None
             seen = batch.chosen[row].long()
             absorbed = _absorbed(queries[:, row : row + 1].float(), to_keys)
-            weighted = _attend(*absorbed, latents[seen], ropes[seen], scaling)
+            weighted = weigh_latents(*absorbed, latents[seen], ropes[seen], scaling)
             output[row] = torch.bmm(weighted, to_values)[:, 0].to(output.dtype)
     return output
 
@@ -134,7 +134,7 @@ def _absorbed(queries: torch.Tensor, to_keys: torch.Tensor) -> tuple[torch.Tenso
     return torch.bmm(queries[:, :, :width], to_keys), queries[:, :, width:]
 
 
-def _attend(
+def weigh_latents(
     absorbed: torch.Tensor,  # [num_heads, num_rows, C]: queries at the last positions of the keys
     rotated: torch.Tensor,  # [num_heads, num_rows, Dr]
     latents: torch.Tensor,  # [num_keys, C]

@@ -128,7 +128,7 @@ def _list_keys(
 ) -> None:
     """Writes the lists of these tokens. `longest`: the batch's longest context."""
     num_tokens, plane = tokens.stop - tokens.start, batch.pool.planes(rows.layer_idx)[2]
-    lists = _lists(batch, rows.most)
+    lists = lists_of(batch, rows.most)
     seqs = (lists.token_seqs, batch.query_starts, batch.context_lens)
     tables = (batch.block_table, batch.table_starts)
     block = min(LISTED, triton.next_power_of_2(max(16, longest)))
@@ -202,7 +202,7 @@ def attend_listed(
     """
     assert batch.chosen is not None
     num_tokens, most = batch.chosen.shape
-    lists = _lists(batch, most)
+    lists = lists_of(batch, most)
     shape = AttentionShape.of_latents(query.shape[1], batch.pool.layout)
     by_splits = may_split and num_tokens == batch.num_seqs  # each sequence has one token
     key = ("plan of lists", most, shape)
@@ -243,7 +243,7 @@ def with_whole_tiles(configs: AttentionConfigs, num_heads: int) -> AttentionConf
     return replace(configs, is_uniform=True, latent=replace(configs.latent, group=group))
 
 
-def _lists(batch: ForwardBatch, most: int) -> _Lists:
+def lists_of(batch: ForwardBatch, most: int) -> _Lists:
     return _kept(batch, ("lists", most), lambda: _new_lists(batch, most))
 
 

@@ -43,7 +43,7 @@ class CudaTable:
         ]
         numbers = torch.tensor(tiles, dtype=torch.int32, device=device)
         self._tiles, self._ends = numbers[:, :3].contiguous(), numbers[:, 3].contiguous()
-        self._kept: dict[int, list[torch.Tensor]] = {}
+        self.kept: dict[int, list[torch.Tensor]] = {}
 
     def put(self, place: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
         """Stores an adapter at an index of the table that no running step reads."""
@@ -61,11 +61,11 @@ class CudaTable:
             kept.append(b)
             first += rank
         self._table[place] = torch.tensor(row, dtype=torch.int64, device="cpu").to(self._device)
-        self._kept[place] = kept
+        self.kept[place] = kept
 
     def drop(self, place: int) -> None:
         """Removes an adapter; call it when the device has finished every step that uses the adapter."""
-        if self._kept.pop(place, None) is not None:
+        if self.kept.pop(place, None) is not None:
             self._table[place] = 0
 
     def add(self, x: torch.Tensor, y: torch.Tensor, step: AdaptedBlocks) -> None:

@@ -60,7 +60,7 @@ class EngineWeights:
         else:
             problem = _problem(self._source.check, version)
         if version is self._checking:  # otherwise another check has begun
-            self._report(checked=version.epoch, problem=problem)
+            self._report(checked=version, problem=problem)
 
     def _report(self, **changes: Any) -> None:
         """Changes the status, on any thread."""
@@ -69,8 +69,9 @@ class EngineWeights:
 
     def wish(self, version: WeightVersion) -> None:
         """Requests a version. An earlier one than the one that is held is ignored."""
-        if version.epoch == self.epoch:  # perhaps under another name
-            self._report(held=version)
+        if _key(version) == _key(self.status.held):  # perhaps under another name, or instead of one that is not loaded
+            self._requested = version
+            self._report(held=version, lacks="")
         elif self._source is None:
             log.warning("a scheduler requests weights %s, but this instance cannot change its weights", version.name)
         elif version.epoch >= self._requested.epoch:
@@ -79,7 +80,7 @@ class EngineWeights:
     @property
     def is_due(self) -> bool:
         """Whether the requested version is not loaded yet. During the change no request may be in progress."""
-        return self._requested.epoch > self.epoch
+        return _key(self._requested) != _key(self.status.held)
 
     @property
     def closed(self) -> str:
@@ -114,10 +115,18 @@ class EngineWeights:
     def _look(self, version: WeightVersion) -> None:
         """Looks for a version's files, on this host and at other processes. The load reports why none were found."""
         assert self._source is not None
-        if problem := _problem(self._source.check, version):
+        problem = _problem(self._source.check, version)
+        if _key(version) != _key(self._requested):  # another version has been requested meanwhile
+            return
+        if problem:
             log.warning("weights %s (version %d) cannot be loaded: %s", version.name, version.epoch, problem)
             self._retry_s = time.monotonic() + RETRY_S
         self._report(lacks=problem)
+
+
+def _key(version: WeightVersion) -> tuple[int, str]:
+    """Two schedulers, one after the other, may give different weights the same epoch."""
+    return version.epoch, version.digest
 
 
 def _problem(check: Callable[[WeightVersion], None], version: WeightVersion) -> str:

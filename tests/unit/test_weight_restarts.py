@@ -112,6 +112,26 @@ def test_a_search_for_an_abandoned_version_reports_nothing() -> None:
     assert not weights.status.lacks
 
 
+def test_checks_that_nobody_awaits_any_more_are_not_made() -> None:
+    """A trainer whose update has failed begins others, while the first check still reads files."""
+    began, goes_on, made = threading.Event(), threading.Event(), list[int]()
+
+    def check(version: WeightVersion) -> None:
+        made.append(version.epoch)
+        began.set()
+        assert goes_on.wait(WAIT_S)
+
+    weights = EngineWeights(WeightSource(check, lambda version: False, lambda version: None))
+    weights.check(FIRST)
+    assert began.wait(WAIT_S)
+    last = replace(SECOND, epoch=5)
+    for version in (*(replace(SECOND, epoch=epoch) for epoch in range(2, 5)), last):
+        weights.check(version)
+    goes_on.set()
+    until(lambda: weights.status.checked == last)
+    assert made == [1, 5]
+
+
 class Copying:
     """A source of copies that has the folders of versions by digest."""
 

@@ -40,6 +40,7 @@ class EngineWeights:
         self._source = source
         self._requested = WeightVersion()
         self._checking = WeightVersion()
+        self._check_turn = threading.Lock()
         self._search: threading.Thread | None = None  # for the requested version's files
         self._retry_s = 0.0  # when to look for them again
         self._reporting = threading.Lock()
@@ -55,12 +56,15 @@ class EngineWeights:
         threading.Thread(target=self._check, args=(version,), name="weights", daemon=True).start()
 
     def _check(self, version: WeightVersion) -> None:
-        if self._source is None:
-            problem = "this kind of instance keeps its weights; restart it with the new ones instead"
-        else:
-            problem = _problem(self._source.check, version)
-        if version is self._checking:  # otherwise another check has begun
-            self._report(checked=version, problem=problem)
+        with self._check_turn:
+            if version is not self._checking:  # another check has been requested, and this one reads every byte
+                return
+            if self._source is None:
+                problem = "this kind of instance keeps its weights; restart it with the new ones instead"
+            else:
+                problem = _problem(self._source.check, version)
+            if version is self._checking:
+                self._report(checked=version, problem=problem)
 
     def _report(self, **changes: Any) -> None:
         """Changes the status, on any thread."""

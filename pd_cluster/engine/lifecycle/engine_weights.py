@@ -72,7 +72,7 @@ class EngineWeights:
             self.status = replace(self.status, **changes)
 
     def wish(self, version: WeightVersion) -> None:
-        """Requests a version. An earlier one than the one that is held is ignored."""
+        """Requests a version. Ignores it if it is older than the last requested version."""
         if _key(version) == _key(self.status.held):  # perhaps under another name, or instead of one that is not loaded
             self._requested = version
             self._report(held=version, lacks="")
@@ -114,7 +114,7 @@ class EngineWeights:
             return
         self._source.load(version)
         self._report(held=version, lacks="")
-        log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)
+        log.info("loaded weights %s (version %d) in %.2f s", version.name, version.epoch, time.monotonic() - started_s)
 
     def _look(self, version: WeightVersion) -> None:
         """Looks for a version's files, on this host and at other processes. The load reports why none were found."""

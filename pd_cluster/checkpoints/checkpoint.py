@@ -103,8 +103,11 @@ class Checkpoint:
         return cls.of(EngineConfig(model=model))
 
     @classmethod
-    def of(cls, engine: EngineConfig) -> Checkpoint:
-        """Opens the model that an engine serves, with its overrides. Raises ModelError."""
+    def of(cls, engine: EngineConfig, base: Checkpoint | None = None) -> Checkpoint:
+        """Opens the model that an engine serves, with its overrides. Raises ModelError.
+
+        `base`: the same model, of which this folder has only config.json and the weights.
+        """
         path = resolve_model(engine.model, engine.revision, engine.download_dir)
         tokenizer_path = _tokenizer_path(engine, path)
         overrides = engine.hf_overrides
@@ -132,7 +135,9 @@ class Checkpoint:
         names_of = _names_of(part_of, weights)
         is_plain = (lambda key: bool(names_of(key))) if quantization is None else (lambda key: False)
         quantization = asked(path, engine.quantization, quantization)
-        vision = VisionPart.of(path, whole) if takes_images else None
+        vision = VisionPart.of(path, whole) if takes_images and base is None else None
+        if base is not None:
+            own, folder, vision = base.generation_config, base.generation_folder, base.vision
         identity = identity_of(weights, tokenizer_path, part_of, is_plain, () if vision is None else vision.files)
         return cls(
             path,

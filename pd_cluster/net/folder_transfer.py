@@ -55,16 +55,30 @@ class FolderFiles(NamedTuple):
     names: Sequence[str]
 
 
-def send_in_background(sender: PayloadSender, to: ReceiverAddress, find: Callable[[], FolderFiles]) -> threading.Thread:
-    """Sends files on a separate thread. `find` returns them, or raises PdClusterError, whose text the receiver gets."""
-    thread = threading.Thread(target=_send, args=(sender, to, find), name="send folder", daemon=True)
+def send_in_background(
+    sender: PayloadSender,
+    to: ReceiverAddress,
+    find: Callable[[], FolderFiles],
+    after: threading.Thread | None = None,
+) -> threading.Thread:
+    """Sends files on a separate thread. `find` returns them, or raises PdClusterError, whose text the receiver gets.
+
+    `after`: an earlier transfer, which may not have noticed yet that its receiver is done.
+    """
+    thread = threading.Thread(target=_send, args=(sender, to, find, after), name="send folder", daemon=True)
     thread.start()
     return thread
 
 
-def _send(sender: PayloadSender, to: ReceiverAddress, find: Callable[[], FolderFiles]) -> None:
+def _send(
+    sender: PayloadSender, to: ReceiverAddress, find: Callable[[], FolderFiles], after: threading.Thread | None
+) -> None:
     started_s = time.monotonic()
     try:
+        if after is not None:
+            after.join(SILENCE_S)
+            if after.is_alive():
+                raise PayloadError("another transfer is under way")
         sender.connect(*to, SILENCE_S)
         nbytes = _send_files(sender, find)
         _await_end(sender)

@@ -33,13 +33,13 @@ class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WeightStatus(msgspec.Struct, frozen=True, array_like=True):
-    """`held`: the version that an instance computes with. `checked`: the last epoch whose files it has checked.
+    """`held`: the version that an instance computes with. `checked`: the last version whose files it has checked.
 
     `problem`: why it cannot load them; "" if it can. `lacks`: why it has not loaded the version that it must have.
     """
 
     held: WeightVersion = WeightVersion()
-    checked: int = 0
+    checked: WeightVersion = WeightVersion()
     problem: str = ""
     lacks: str = ""
 

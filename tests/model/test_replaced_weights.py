@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.checkpoints.replaced_weights import check_replacement
+from pd_cluster.checkpoints.replaced_weights import check_replacement, version_files
 from pd_cluster.engine.assembly.build_engine import weights_of
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ModelError
@@ -25,8 +26,9 @@ from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.wire import WeightVersion
 from tests.support.adapters import make_adapter
-from tests.support.engines import make_core, random_prompt, run
+from tests.support.engines import make_core, random_prompt, run, together
 from tests.support.mtp import add_mtp_layer
+from tests.support.pictures import make_vision, picture, shared_folder, shown
 from tests.support.weight_versions import make_version, version_of
 
 Checkpoints = Callable[..., Path]
@@ -95,6 +97,48 @@ def test_mtp_layers_change_with_the_model(checkpoint: Checkpoints, tmp_path: Pat
     x = torch.arange(own.model.config.hidden_size, dtype=torch.float32)[None] / 64
     assert torch.equal(own.model.logits_of(x), wanted.model.logits_of(x))
     assert tokens_of(core) == tokens_of(fresh) != before
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_version_of_a_model_with_pictures_has_only_config_and_weights(tmp_path: Path, name: str) -> None:
+    """As in a copy, or in a folder of a trainer's tensors; also after a sleep."""
+    base = shared_folder(make_vision, name)
+    other = make_version(base, tmp_path / "other", 1)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in version_files(other):
+        shutil.copyfile(other / file, bare / file)
+    settings = {"block_size": 8, "num_blocks": 128, "max_num_batched_tokens": 64}
+    orders = [shown(1, [5, 7], [picture(at)]).order(base, GREEDY) for at in (1, 2)]
+    expected = together(make_core(other, **settings), orders)
+    core = make_core(base, **settings)
+    assert together(core, orders) != expected
+    change(core, version_of(base, bare))
+    assert together(core, orders) == expected
+    assert isinstance(core.runner, ModelRunner)
+    core.scheduler.blocks.forget()
+    core.runner.sleep(2)
+    core.runner.sleep(0)
+    assert together(core, orders) == expected
+
+
+def test_base_weights_in_adapters_files_are_compared_with_the_new_ones(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    base = checkpoint("llama")
+    other = make_version(base, tmp_path / "other", 1)
+    core = make_core(base, num_blocks=64, adapters=AdapterSettings(enable_lora=True))
+    change(core, version_of(base, other))
+    assert isinstance(core.runner, ModelRunner)
+    for folder, why in ((base, "differs from this model's weight"), (other, "")):
+        (file,) = folder.glob("*.safetensors")
+        head = load_file(file)["lm_head.weight"]
+        own = tmp_path / f"of-{folder.name}"
+        own.mkdir()
+        sides = {"lora_A.weight": torch.ones(4, head.shape[1]), "lora_B.weight": torch.ones(len(head), 4)}
+        tensors = {f"base_model.model.lm_head.{name}": each for name, each in sides.items()}
+        save_file({**tensors, "base_model.model.lm_head.base_layer.weight": head}, own / "adapter_model.safetensors")
+        (own / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+        with pytest.raises(ModelError, match=why) if why else contextlib.nullcontext():
+            core.runner.held.load_adapter(LoraFolder.read(own, 16))
 
 
 def test_sleep_brings_the_new_weights_back_and_adapters_stay(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ folder_transfer.NBYTES_PER_S = 8 << 20
 private, port, key, folder, name = sys.argv[1:]
 sender = PayloadSender(KeyPair.of(bytes.fromhex(private)))
 to = folder_transfer.ReceiverAddress("127.0.0.1", int(port), bytes.fromhex(key))
+print("ready", flush=True)
 folder_transfer.send_in_background(sender, to, lambda: folder_transfer.FolderFiles(Path(folder), [name])).join()
 """
 
@@ -143,7 +144,10 @@ def test_a_sender_that_dies_or_stands_still_is_noticed(tmp_path: Path, number: s
     def send(sender: PayloadSender, to: ReceiverAddress) -> None:
         private = sender.keys.private.hex()  # of a process of its own here
         command = [sys.executable, "-c", SLOW, private, str(to.port), to.public_key.hex()]
-        processes.append(subprocess.Popen([*command, str(tmp_path / "from"), "large.safetensors"]))
+        command += [str(tmp_path / "from"), "large.safetensors"]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        assert processes[0].stdout is not None
+        assert processes[0].stdout.readline() == b"ready\n"  # the receiver does not wait as long as the imports take
         threading.Thread(target=end, daemon=True).start()
 
     def end() -> None:
@@ -159,7 +163,7 @@ def test_a_sender_that_dies_or_stands_still_is_noticed(tmp_path: Path, number: s
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def test_a_receiver_that_goes_away_ends_the_sender(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.weight_sources import OWN_NAME, WeightSources
+from pd_cluster.engine.lifecycle import weight_copies
 from pd_cluster.engine.lifecycle.weight_copies import LOCK, PREFIX, WeightCopies
 from pd_cluster.engine.stages import weight_transfers
 from pd_cluster.engine.stages.weight_transfers import TransferEnds, WeightTransfers
@@ -63,6 +66,7 @@ class World:
         self.members: dict[str, Member] = {}
         self.instances: list[Instance] = []
         self.named: list[str] = []  # the sources, in order
+        self.answers = True  # whether the scheduler's answers arrive
         self.sources = WeightSources(self, self.instances)
 
     def add(self, *names: str) -> list[Member]:
@@ -84,7 +88,9 @@ class World:
     def send(self, conn: str, body: wire.Body) -> None:
         if isinstance(body, wire.TakeWeights):
             self.named.append(body.source)
-        assert self.members[conn].stage.read("scheduler", body, is_scheduler=True)
+            if not self.answers:
+                return
+        self.members[conn].stage.at_once("scheduler", body)
 
     def to_scheduler(self, member: Member, body: wire.Body) -> None:
         name = member.instance.name
@@ -209,6 +215,38 @@ def test_a_search_ends_if_all_sources_stay_busy(world: World, monkeypatch: pytes
     assert world.named.count("") > 1
 
 
+def test_a_source_may_notice_late_that_a_receiver_is_done(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_transfer, "POLL_S", 0.5)
+    first, second, source = world.add("first", "second", "source")
+    version = version_at(world.folder("version"))
+    source.holds(version)
+    world.sources.offer(version)
+    for member in (first, second):
+        member.stage.fetch(version, accept)
+    assert world.named == [source.instance.key] * 2
+
+
+def test_a_source_is_free_once_its_receiver_gives_up(world: World) -> None:
+    receiver, source = world.add("receiver", "source")
+    version = version_at(world.folder("version"))
+    source.holds(version)
+    world.sources.offer(version)
+    world.answers = False
+    with pytest.raises(ModelError, match="names no source"):
+        receiver.stage.fetch(version, accept)
+    assert world.named == [source.instance.key]
+    assert not world.sources._named
+
+
+def test_the_reason_of_the_last_failure_is_reported(world: World) -> None:
+    receiver, source = world.add("receiver", "source")
+    version = version_at(world.folder("version", **{"config.json": b"[]"}))
+    source.holds(version)
+    world.sources.offer(version)
+    with pytest.raises(ModelError, match=r"no source is left \(last: source@1: config.json: other bytes\)"):
+        receiver.stage.fetch(version, accept)
+
+
 def test_no_answer_ends_the_search(world: World) -> None:
     (receiver,) = world.add("receiver")
     receiver.stage.closed("scheduler", "gone", was_scheduler=True)
@@ -219,11 +257,42 @@ def test_no_answer_ends_the_search(world: World) -> None:
 KILLED = """
 import sys
 from pathlib import Path
+from pd_cluster.engine.lifecycle import weight_copies
 from pd_cluster.engine.lifecycle.weight_copies import WeightCopies
 copies = WeightCopies(Path(sys.argv[1]))
 print(copies.begin(), flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_folder_is_never_seen_without_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process looks for abandoned folders just before this one locks its own."""
+    lock = fcntl.flock
+
+    def looked_at(file: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        weight_copies.remove_abandoned(tmp_path)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
+    copies = WeightCopies(tmp_path)
+    assert copies.begin().is_dir()
+    copies.close()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
+    copies = WeightCopies(tmp_path)
+    nums_open = []
+    for _ in range(3):
+        copies.keep("digest", copies.begin())
+        nums_open.append(len(os.listdir("/proc/self/fd")))
+        (folder,) = tmp_path.iterdir()
+        shutil.rmtree(folder)
+    assert copies.begin().is_dir()
+    assert copies.of("digest") is None
+    assert len({*nums_open}) == 1
+    copies.close()
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.engine_events import ConnClosed, Mail
 from pd_cluster.engine.legs import output_batcher
 from pd_cluster.engine.scheduling.step_plan import StepPlan
+from pd_cluster.engine.stages.stage import Stage
 from pd_cluster.engine.step.beam_search import are_first_tokens
 from pd_cluster.engine.step.engine_core import StepResult
 from pd_cluster.engine.step.engine_limits import EngineLimits
@@ -268,6 +269,22 @@ def test_a_prompt_has_only_tokens_of_the_vocabulary(wrong: int) -> None:
     told = f"prompt token ids must be in 0 to {VOCAB_SIZE - 1}"
     assert limits.problem(Request("r", RequestSpec([0, VOCAB_SIZE - 1], sampling()))) is None
     assert limits.problem(Request("r", RequestSpec([0, wrong, 1], sampling()))) == told
+
+
+def test_orders_for_copies_of_weights_do_not_wait_for_a_step() -> None:
+    """A step of long prompts may take longer than the other end waits. Only a scheduler gives such orders."""
+    noted: list[tuple[str, wire.Body]] = []
+
+    class Noting(Stage):
+        def at_once(self, conn: str, body: wire.Body) -> None:
+            noted.append((conn, body))
+
+    world = World(stages_of=lambda *_: [Noting()])
+    world.step()
+    bodies = [wire.TakeWeights(1, "decode-1@1"), wire.SendWeights(wire.WeightVersion(), "127.0.0.1", 1, bytes(32))]
+    for conn in ("a peer", CONN):
+        assert all(world.worker.intercept(conn, body) for body in bodies)
+    assert noted == [(CONN, body) for body in bodies]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -61,7 +61,7 @@ class WeightSources:
         candidates = {
             each.key: each.info.public_key
             for each in self._instances
-            if each is not receiver and each.info is not None and _has(each, version.epoch)
+            if each is not receiver and each.info is not None and _has(each, version.digest)
         }
         if self._may_send(version):
             candidates[OWN_NAME] = self._mailbox.public_key
@@ -93,12 +93,13 @@ class WeightSources:
 
     def _may_send(self, version: wire.WeightVersion) -> bool:
         folder = Path(version.path)
-        return any(folder.is_relative_to(root) for root in self._roots)
+        return ".." not in folder.parts and any(folder.is_relative_to(root) for root in self._roots)
 
     def _answer(self, conn: str, answer: wire.TakeWeights) -> None:
         self._mailbox.send(conn, answer)
 
 
-def _has(instance: Instance, epoch: int) -> bool:
+def _has(instance: Instance, digest: str) -> bool:
     status = instance.load.weights
-    return bool(instance.conn) and (status.held.epoch == epoch or (status.checked == epoch and not status.problem))
+    has_checked = status.checked.digest == digest and not status.problem
+    return bool(instance.conn) and (has_checked or status.held.digest == digest)

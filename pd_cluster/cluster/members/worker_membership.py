@@ -335,7 +335,7 @@ class Membership(Roster):
         instance = self._by_conn.get(conn)
         if instance is not None and instance.load.weights.held != self.weights:
             self._mailbox.send(conn, wire.ChangeWeights(self.weights))
-            if instance.load.weights.held.epoch < self.weights.epoch:
+            if self._lacks_weights(instance):
                 self._set_back(instance)
                 return
         if instance is None or self.adapters is None:
@@ -358,7 +358,10 @@ class Membership(Roster):
             lacking = [each.digest for each in self.adapters.adapters if each.digest not in instance.adapters]
             if not lacking:
                 self._loading.discard(conn)
-                super().on_opened(conn)
+                if self._lacks_weights(instance):  # the weights have changed while it loaded adapters
+                    self._set_back(instance)
+                else:
+                    super().on_opened(conn)
             elif reasons := [states.problems[each] for each in lacking if each in states.problems]:
                 self.set_state(instance, "connecting", f"it cannot load an adapter: {reasons[0]}")
         self.wake()
@@ -400,6 +403,11 @@ class Membership(Roster):
         """Returns the ready instances that have another version."""
         return [each for each in self.instances if each.is_ready and each.load.weights.held != self.weights]
 
+    def _lacks_weights(self, instance: Instance) -> bool:
+        """Whether an instance must load the current version. One with a later version must not."""
+        held, current = instance.load.weights.held, self.weights
+        return held.epoch < current.epoch or (held.epoch == current.epoch and held.digest != current.digest)
+
     def set_back_lacking(self) -> None:
         """Makes late instances unready until they have the version."""
         for instance in self.lacking_weights():
@@ -412,17 +420,21 @@ class Membership(Roster):
 
     def on_heartbeat(self, conn: str, load: wire.Load) -> None:
         super().on_heartbeat(conn, load)
-        epoch = load.weights.held.epoch
-        if conn in self._changing and epoch == self.weights.epoch:
+        if (instance := self._by_conn.get(conn)) is None:
+            return
+        held, problem = load.weights.held, load.weights.lacks
+        if held.epoch > self.weights.epoch:  # this scheduler has restarted
+            log.warning("%s has weights %s; all other workers must load them", conn, held.name)
+            self.change_weights(held)
+            self.set_back_lacking()
+        if conn in self._changing and not self._lacks_weights(instance):
             self._changing.discard(conn)
             self._admit(conn)
-        elif conn in self._changing and (problem := load.weights.lacks):
+        elif conn in self._changing and problem:
             why = f"it cannot load weights {self.weights.name}, and tries again: {told(problem)}"
-            self.set_state(self._by_conn[conn], "connecting", why)
-        elif epoch > self.weights.epoch:  # this scheduler has restarted
-            log.warning("%s has weights %s; all other workers must load them", conn, load.weights.held.name)
-            self.change_weights(load.weights.held)
-            self.set_back_lacking()
+            self.set_state(instance, "connecting", why)
+        elif problem and held == self.weights:  # it still looks for a version that an earlier scheduler requested
+            self._mailbox.send(conn, wire.ChangeWeights(held))
 
     # ---- peers
 

@@ -93,6 +93,14 @@ def linked(root: Path, folder: Path, number: int) -> Path:
     return folder
 
 
+def last_received(root: Path) -> int:
+    """Returns the highest number of these folders; 0 without any. After a restart the number must not be used again:
+    instances may still read the folder.
+    """
+    numbers = (folder.name.removeprefix(RECEIVED) for folder in root.glob(f"{RECEIVED}*"))
+    return max((int(each) for each in numbers if each.isascii() and each.isdigit() and len(each) < 10), default=0)
+
+
 def remove_received(root: Path, but: Path) -> None:
     """Removes the folders of earlier updates; no instance reads them any more."""
     for folder in root.glob(f"{RECEIVED}*"):

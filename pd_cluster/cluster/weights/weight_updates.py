@@ -22,7 +22,7 @@ from pd_cluster.checkpoints.replaced_weights import check_replacement
 from pd_cluster.checkpoints.weight_files import weights_nbytes
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.cluster_control import PauseMode
-from pd_cluster.cluster.weights.received_folder import ReceivedFolder, linked, remove_received
+from pd_cluster.cluster.weights.received_folder import ReceivedFolder, last_received, linked, remove_received
 from pd_cluster.cluster.weights.weight_receiver import WeightReceiver
 from pd_cluster.errors import ConfigError, DeadlineExceeded, ModelNotFound, Refused, RequestError, told
 from pd_cluster.net.folder_transfer import LEAST_NBYTES_PER_S
@@ -152,7 +152,7 @@ class WeightUpdates:
             if self._receiver is None:
                 raise Refused("no trainer's group has been joined; POST /init_weight_transfer_engine first")
             if self._received is None:
-                self._number = max(self._number, self.current.epoch) + 1
+                await self._count()
                 make = partial(ReceivedFolder, self._received_root, self._rules.base, self._number)
                 self._received = await asyncio.to_thread(make)
             self._checked = None
@@ -186,7 +186,7 @@ class WeightUpdates:
         except ConfigError as error:
             self.num_refused += 1
             raise RequestError(f"folder: {told(error.text)}", "folder") from None
-        self._number = max(self._number, self.current.epoch) + 1
+        await self._count()
         own = folder
         if self._received is None and self._rules.received is None:
             own = await asyncio.to_thread(linked, self._root, folder, self._number)
@@ -209,7 +209,8 @@ class WeightUpdates:
                 await self._check(self._received.path)
             if self._checked is None:
                 raise Refused("no weights have been checked; POST /update_weights first")
-            version = replace(self._checked, name=name or self._checked.name)
+            epoch = max(self._checked.epoch, self.current.epoch + 1)  # an instance may have reported a later version
+            version = replace(self._checked, name=name or self._checked.name, epoch=epoch)
             self._enter("changing")
             try:
                 await self._control.while_empty(self._mode, lambda: self._change(version))
@@ -239,6 +240,11 @@ class WeightUpdates:
             self._membership.change_weights(replace(self.current, name=name))
 
     # ---- internal
+
+    async def _count(self) -> None:
+        """Sets `_number` to a number that no version has."""
+        last = await asyncio.to_thread(last_received, self._received_root)
+        self._number = max(self._number, self.current.epoch, last) + 1
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -297,11 +303,7 @@ class WeightUpdates:
 
         def lacking() -> list[Instance]:
             found = asked()
-            return (
-                [i for i in found if i.load.weights.checked != version.epoch]
-                if found
-                else [*self._membership.instances]
-            )
+            return [i for i in found if i.load.weights.checked != version] if found else [*self._membership.instances]
 
         nbytes = await asyncio.to_thread(weights_nbytes, Path(version.path))
         await self._until(lacking, CHECK_TIMEOUT_S + nbytes / LEAST_NBYTES_PER_S)
@@ -316,8 +318,15 @@ class WeightUpdates:
     async def _change(self, version: wire.WeightVersion) -> None:
         """Changes all instances. Raises DeadlineExceeded; late instances get no requests until they have it."""
         self._membership.change_weights(version)
+
+        def lacking() -> list[Instance]:
+            """Returns all instances if none is ready, for example because each of them ended as it loaded them."""
+            instances = self._membership.instances
+            are_ready = any(each.is_ready for each in instances)
+            return self._membership.lacking_weights() if are_ready else [*instances]
+
         try:
-            await self._until(self._membership.lacking_weights, CHANGE_TIMEOUT_S)
+            await self._until(lacking, CHANGE_TIMEOUT_S)
         finally:
             self._membership.set_back_lacking()
         log.warning("all instances have weights %s (version %d)", version.name, version.epoch)

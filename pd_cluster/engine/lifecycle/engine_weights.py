@@ -40,6 +40,7 @@ class EngineWeights:
         self._source = source
         self._requested = WeightVersion()
         self._checking = WeightVersion()
+        self._check_turn = threading.Lock()
         self._search: threading.Thread | None = None  # for the requested version's files
         self._retry_s = 0.0  # when to look for them again
         self._reporting = threading.Lock()
@@ -55,12 +56,15 @@ class EngineWeights:
         threading.Thread(target=self._check, args=(version,), name="weights", daemon=True).start()
 
     def _check(self, version: WeightVersion) -> None:
-        if self._source is None:
-            problem = "this kind of instance keeps its weights; restart it with the new ones instead"
-        else:
-            problem = _problem(self._source.check, version)
-        if version is self._checking:  # otherwise another check has begun
-            self._report(checked=version.epoch, problem=problem)
+        with self._check_turn:
+            if version is not self._checking:  # another check has been requested, and this one reads every byte
+                return
+            if self._source is None:
+                problem = "this kind of instance keeps its weights; restart it with the new ones instead"
+            else:
+                problem = _problem(self._source.check, version)
+            if version is self._checking:
+                self._report(checked=version, problem=problem)
 
     def _report(self, **changes: Any) -> None:
         """Changes the status, on any thread."""
@@ -69,8 +73,9 @@ class EngineWeights:
 
     def wish(self, version: WeightVersion) -> None:
         """Requests a version. Ignores it if it is older than the last requested version."""
-        if version.epoch == self.epoch:  # perhaps under another name
-            self._report(held=version)
+        if _key(version) == _key(self.status.held):  # perhaps under another name, or instead of one that is not loaded
+            self._requested = version
+            self._report(held=version, lacks="")
         elif self._source is None:
             log.warning("a scheduler requests weights %s, but this instance cannot change its weights", version.name)
         elif version.epoch >= self._requested.epoch:
@@ -79,7 +84,7 @@ class EngineWeights:
     @property
     def is_due(self) -> bool:
         """Whether the requested version is not loaded yet. During the change no request may be in progress."""
-        return self._requested.epoch > self.epoch
+        return _key(self._requested) != _key(self.status.held)
 
     @property
     def closed(self) -> str:
@@ -114,10 +119,18 @@ class EngineWeights:
     def _look(self, version: WeightVersion) -> None:
         """Looks for a version's files, on this host and at other processes. The load reports why none were found."""
         assert self._source is not None
-        if problem := _problem(self._source.check, version):
+        problem = _problem(self._source.check, version)
+        if _key(version) != _key(self._requested):  # another version has been requested meanwhile
+            return
+        if problem:
             log.warning("weights %s (version %d) cannot be loaded: %s", version.name, version.epoch, problem)
             self._retry_s = time.monotonic() + RETRY_S
         self._report(lacks=problem)
+
+
+def _key(version: WeightVersion) -> tuple[int, str]:
+    """Two schedulers, one after the other, may give different weights the same epoch."""
+    return version.epoch, version.digest
 
 
 def _problem(check: Callable[[WeightVersion], None], version: WeightVersion) -> str:

@@ -36,10 +36,9 @@ class WeightCopies:
     def begin(self) -> Path:
         """Returns a new folder for a copy. Raises OSError."""
         if self._folder is None or not self._folder.is_dir():
+            self.close()  # another program has removed the folder
             remove_abandoned(self._root)
-            self._folder, self._whole = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._root)), {}  # mode 0700
-            self._lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._folder, self._lock = _locked_folder(self._root)
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir(mode=0o700)
@@ -65,6 +64,20 @@ class WeightCopies:
             os.close(self._lock)
         self._folder = self._lock = None
         self._whole = {}
+
+
+def _locked_folder(root: Path) -> tuple[Path, int]:
+    """Returns a new folder of mode 0700, and its lock, which gets its name only once it is locked. Raises OSError."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+    lock = os.open(folder / "unlocked", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(folder / "unlocked", folder / LOCK)
+    except OSError:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder, lock
 
 
 def remove_abandoned(root: Path) -> None:

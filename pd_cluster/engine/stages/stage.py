@@ -30,7 +30,7 @@ class Released:
 class Stage:
     """The default stage, which does nothing.
 
-    Stages override the methods that they need. All methods except `meet` run on the engine's thread.
+    Stages override the methods that they need. All methods except `meet` and `at_once` run on the engine's thread.
     """
 
     # ---- legs
@@ -73,6 +73,9 @@ class Stage:
 
         Runs on the mailbox's thread, because this end may wait for it.
         """
+
+    def at_once(self, conn: str, body: wire.Body) -> None:
+        """Handles a scheduler's message that must not wait for a step. Runs on the mailbox's thread."""
 
     def handle(self, event: Event) -> bool:
         """Handles an event of the stage's own threads; returns False for other events."""

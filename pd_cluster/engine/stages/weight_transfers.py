@@ -67,22 +67,19 @@ class WeightTransfers(Stage):
     def closed(self, conn: str, reason: str, was_scheduler: bool) -> None:
         self._schedulers = tuple(each for each in self._schedulers if each != conn)
 
-    def read(self, conn: str, body: wire.Body, is_scheduler: bool) -> bool:
-        if not is_scheduler:
-            return False
+    def close(self) -> None:
+        self.copies.close()
+
+    # ---- the mailbox's thread
+
+    def at_once(self, conn: str, body: wire.Body) -> None:
         match body:
             case wire.TakeWeights():
                 self._answers.put((conn, body))
             case wire.SendWeights():
                 self._send(body)
-            case _:
-                return False
-        return True
 
     def _send(self, order: wire.SendWeights) -> None:
-        if self.sending is not None and self.sending.is_alive():
-            log.warning("files of weights %s are not sent: another transfer is under way", order.version.name)
-            return
         version = order.version
 
         def find() -> FolderFiles:
@@ -90,10 +87,7 @@ class WeightTransfers(Stage):
             return FolderFiles(folder, version_files(folder))
 
         to = ReceiverAddress(order.host, order.port, order.public_key)
-        self.sending = send_in_background(self._ends.sender(), to, find)
-
-    def close(self) -> None:
-        self.copies.close()
+        self.sending = send_in_background(self._ends.sender(), to, find, after=self.sending)
 
     # ---- other threads
 
@@ -102,25 +96,33 @@ class WeightTransfers(Stage):
         with self._fetching:
             if self.copies.of(version.digest) is not None:
                 return
-            failed, until_s = list[str](), time.monotonic() + MOST_BUSY_S
-            while True:
-                conn, found = self._ask(version, failed)
-                if found.problem:
-                    raise ModelError(found.problem)
-                if not found.source:
-                    if time.monotonic() > until_s:
-                        raise ModelError(f"all sources have been sending to other instances for {MOST_BUSY_S:.0f} s")
-                    time.sleep(BUSY_S)
-                    continue
-                try:
-                    self._receive(version, conn, found, check)
-                except (PdClusterError, PayloadError, OSError) as error:
-                    log.warning("%s did not deliver weights %s: %s", found.source, version.name, error)
-                    failed.append(found.source)
-                else:
+            try:
+                source = self._search(version, check)
+            finally:  # whichever schedulers have named a source, perhaps after this instance gave up
+                for conn in self._schedulers:
                     self._ends.send(conn, wire.SeekWeights(version.epoch, is_over=True))
-                    log.info("got weights %s from %s", version.name, found.source)
-                    return
+            log.info("got weights %s from %s", version.name, source)
+
+    def _search(self, version: wire.WeightVersion, check: Check) -> str:
+        """Asks for sources until one delivers; returns its name. Raises ModelError."""
+        failed, last, until_s = list[str](), "", time.monotonic() + MOST_BUSY_S
+        while True:
+            conn, found = self._ask(version, failed)
+            if found.problem:
+                raise ModelError(found.problem + last)
+            if not found.source:
+                if time.monotonic() > until_s:
+                    raise ModelError(f"all sources have been sending to other instances for {MOST_BUSY_S:.0f} s")
+                time.sleep(BUSY_S)
+                continue
+            try:
+                self._receive(version, conn, found, check)
+            except (PdClusterError, PayloadError, OSError) as error:
+                log.warning("%s did not deliver weights %s: %s", found.source, version.name, error)
+                failed.append(found.source)
+                last = f" (last: {found.source}: {error})"
+            else:
+                return found.source
 
     def _ask(self, version: wire.WeightVersion, failed: list[str]) -> tuple[str, wire.TakeWeights]:
         """Returns a source, and the connection of the scheduler that names it. Raises ModelError without an answer.

@@ -222,6 +222,11 @@ class Worker:
         if isinstance(body, wire.LinkValue):
             for stage in self._stages:
                 stage.meet(conn, body)
+        elif isinstance(body, wire.TakeWeights | wire.SendWeights):  # the other end does not wait as long as a step
+            if conn in self.state.schedulers:
+                for stage in self._stages:
+                    stage.at_once(conn, body)
+            return True
         return self.handover.intercept(conn, body)
 
     def handle(self, event: Event) -> None:

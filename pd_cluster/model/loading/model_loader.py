@@ -320,6 +320,8 @@ def overwrite_weights(
         for old, new in fused_parts(modules, fused, device, share, experts):
             overwrite(old, new)
             del new
+    if fused.adapters is not None:
+        fused.adapters.compare_with(adapters_of(checkpoint, share))
 
 
 def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:

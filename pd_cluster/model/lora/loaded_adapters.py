@@ -58,3 +58,8 @@ class Adapters(SlotTable[LoraFolder]):
         with self._lock:
             new.places.move_adapters_from(self.places)
             self.places = new.places
+        self.compare_with(new)
+
+    def compare_with(self, new: Adapters) -> None:
+        """From now on compares base weights that adapters' files contain with the weights of `new`."""
+        self._weights = new._weights

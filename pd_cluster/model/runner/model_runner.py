@@ -420,7 +420,7 @@ class ModelRunner:
         """Loads the parts again. Raises ModelError if the folder now holds a model with another identity, because other
         instances rely on the identity.
         """
-        checkpoint = Checkpoint.of(self._plan.config)
+        checkpoint = Checkpoint.of(self._plan.config, self._plan.checkpoint)
         if checkpoint.identity != self._plan.checkpoint.identity:
             raise ModelError(f"{checkpoint.path}: the model has changed during the sleep; restart all instances")
         if (draft := self._plan.draft) is not None and Checkpoint.of(

@@ -16,15 +16,16 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.replaced_weights import Stamp, check_replacement, stamp_of
 from pd_cluster.errors import ModelError
 from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.model.weights.finite_files import check_finite_files
 from pd_cluster.wire import WeightVersion
 
 
 def plan_from(plan: LoadPlan, path: str) -> LoadPlan:
-    """Returns the plan with the weights of another folder and the same tokenizer and settings. Raises ModelError."""
+    """Returns the plan with the weights of another folder, which may lack all other files. Raises ModelError."""
     tokenizer = plan.checkpoint.tokenizer_path
     names = {"tokenizer": str(tokenizer), "tokenizer_revision": ""} if tokenizer is not None else {}
     config = replace(plan.config, model=path, revision="", **names)
-    return dataclasses.replace(plan, config=config, checkpoint=Checkpoint.of(config))
+    return dataclasses.replace(plan, config=config, checkpoint=Checkpoint.of(config, plan.checkpoint))
 
 
 def check_stamp(path: str, stamp: Stamp) -> None:
@@ -91,6 +92,7 @@ class VersionFiles:
         stamp = stamp_of(folder)
         if check_replacement(self._base, folder) != version.digest:
             raise ModelError(f"{folder}: its weights differ from those on the scheduler's host; copy the folder again")
+        check_finite_files(self._base, folder)  # otherwise every instance would end as it loads them
         others = [each for each in self._checked.items() if each[0] != version.digest]
         self._checked = {**dict(others[-1:]), version.digest: (folder, stamp)}
 
@@ -107,7 +109,9 @@ class VersionFiles:
         return self._checked[version.digest]
 
     def loaded(self, version: WeightVersion) -> None:
-        """Forgets the copies of other versions."""
+        """Forgets the copies of other versions, except of one that was checked later."""
         self._held = version.digest
         if self._source is not None:
-            self._source.copies.keep_only(version.digest)
+            checked = [*self._checked]
+            later = checked[checked.index(version.digest) :] if version.digest in checked else checked
+            self._source.copies.keep_only(version.digest, *later)

@@ -6,7 +6,6 @@ use of the extra raises an error of one line that names it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -15,10 +14,13 @@ from pd_cluster.errors import MissingExtra
 
 PACKAGE = "pd_cluster.extras"
 
+NODE_FILES_CHECK = "node_keys.node_proofs:check_node_files"
+NODE_TRUST = "node_keys.node_proofs:Nodes"  # see net/node_trust
 REQUEST_LOG = "request_log.generation_log:RequestLog"  # for --enable-log-requests
 COMMANDS = {  # of `pd-cluster`
     "dashboard": "dashboard.dashboard_command:dashboard",
     "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",
+    "keys node": "node_keys.node_keys_command:app",
     "quantize": "quantize.quantize_command:quantize",
 }
 API_EXTENSIONS = ("dashboard.dashboard_extension:Dashboard",)  # classes: see api/api_extension
@@ -38,10 +40,12 @@ def load(name: str, used_by: str = "") -> Any:
     return getattr(module, attribute) if attribute else module
 
 
-def command(name: str) -> Callable[..., Any]:
-    """Returns the function whose signature is the command line of `pd-cluster NAME`. Raises MissingExtra."""
-    found: Callable[..., Any] = load(COMMANDS[name], f"pd-cluster {name}")
-    return found
+def command(name: str) -> Any:
+    """Returns the command of `pd-cluster NAME`: a function whose signature is its command line, or a typer group.
+
+    Raises MissingExtra.
+    """
+    return load(COMMANDS[name], f"pd-cluster {name}")
 
 
 def is_installed(name: str) -> bool:

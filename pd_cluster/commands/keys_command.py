@@ -12,15 +12,15 @@ from typing import Annotated
 
 import typer
 
+from pd_cluster.commands.extra_commands import add_extra
 from pd_cluster.commands.file_lock import file_lock
-from pd_cluster.commands.node_keys_command import app as node_app
 from pd_cluster.errors import ConfigError
 
 FILE = typer.Option("--file", help="The file that --api-key-file of the scheduler names.")
 AGAIN = "SIGHUP to the scheduler has it read again"
 
 app = typer.Typer(help="Make and show API keys and the keys of nodes.", no_args_is_help=True)
-app.add_typer(node_app, name="node")
+add_extra(app, "keys node")
 
 
 @app.command()

@@ -18,7 +18,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.host import open_files
 from pd_cluster.net import zmq_sockets
 from pd_cluster.net.mailbox_connections import CLOSED, Connections
-from pd_cluster.net.node_proofs import NODE_REFUSED, Nodes, ProvenNode, plain
+from pd_cluster.net.node_trust import NODE_REFUSED, NodeTrust, ProvenNode, plain
 from pd_cluster.net.peer_admission import Admission, peer_key
 from pd_cluster.net.zmq_sockets import Connection, KeyPair, next_event, open_dealer
 from ranktable_tools.host_addresses import bracketed
@@ -42,7 +42,7 @@ class LocalIdentity:
     kind: Literal["scheduler", "worker"]
     keys: KeyPair
     admission: Admission
-    nodes: Nodes
+    nodes: NodeTrust
 
 
 class Handshake:

@@ -25,6 +25,16 @@ USES: dict[str, list[str]] = {
         "import pd_cluster.vl",
         *(f"from pd_cluster import {name}" for name in ("messages", "pytorch", "turbomind")),
     ],
+    "node_keys": [
+        "pd-cluster keys node list --file nowhere",
+        "from pd_cluster.net.node_trust import node_trust\n"
+        "from pd_cluster.settings.process_configs import Credentials\n"
+        "node_trust(Credentials(b'', trusted_nodes='nowhere'))",
+        "from pd_cluster.cluster.members.cluster_credentials import credentials_of\n"
+        "from pd_cluster.cluster.members.rank_table_place import place_alone\n"
+        "from pd_cluster.settings.process_settings import KeyFiles\n"
+        "credentials_of(place_alone('scheduler', '127.0.0.1'), KeyFiles(node_key='nowhere'))",
+    ],
     "request_log": [
         "from pd_cluster.service.generation.generation_watch import request_log as made\n"
         "from pd_cluster.settings.request_log_settings import RequestLogSettings\n"

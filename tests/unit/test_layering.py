@@ -60,7 +60,7 @@ ONLY_IN = {
     "triton": ("model.kernels.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
     "python_multipart": ("api.files.multipart_form",),
-    "cryptography": ("kv.block_seal", "net.node_proofs"),
+    "cryptography": ("extras.node_keys.node_proofs", "kv.block_seal"),
     "redis": ("kv.shared_store",),
     "grpc": ("extras.gateway.picker_server",),
     "google": ("extras.gateway.messages_pb2",),

@@ -14,6 +14,7 @@ from pd_cluster.errors import MissingExtra
 
 PACKAGE = "pd_cluster.extras"
 
+ENCODER = "encoders.build_encoder:build_encoder"  # for --role encode
 NODE_FILES_CHECK = "node_keys.node_proofs:check_node_files"
 NODE_TRUST = "node_keys.node_proofs:Nodes"  # see net/node_trust
 REQUEST_LOG = "request_log.generation_log:RequestLog"  # for --enable-log-requests
@@ -23,6 +24,7 @@ COMMANDS = {  # of `pd-cluster`
     "keys node": "node_keys.node_keys_command:app",
     "quantize": "quantize.quantize_command:quantize",
 }
+STAGES = ("encoders.build_encoder:encoder_stages",)  # functions like stages_of of engine/assembly/build_stages
 API_EXTENSIONS = ("dashboard.dashboard_extension:Dashboard",)  # classes: see api/api_extension
 
 

@@ -18,6 +18,7 @@ PACKAGE = Path(pd_cluster.__file__).parent
 # Extra -> statements and commands that use it.
 USES: dict[str, list[str]] = {
     "dashboard": ["pd-cluster dashboard --admin nowhere"],
+    "encoders": ["pd-cluster serve --model nowhere --role encode"],
     "fastdeploy": ["from pd_cluster.fastdeploy.engine.request import RequestOutput"],
     "gateway": ["pd-cluster endpoint-picker --schedulers nowhere"],
     "lmdeploy": [

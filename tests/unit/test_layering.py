@@ -48,7 +48,7 @@ ONLY_IN = {
     "transformers": ("model", "extras.quantize"),
     "torch": (
         *("kv", "native", "transport", "model", "engine", "devices"),
-        *("logits_processors", "offline.local_engine", "extras.quantize"),
+        *("logits_processors", "offline.local_engine", "extras.encoders", "extras.quantize"),
     ),
     "zmq": ("net",),
     "llguidance": ("text.grammar",),

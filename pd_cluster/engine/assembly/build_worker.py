@@ -7,6 +7,7 @@ from functools import partial
 
 import msgspec
 
+from pd_cluster import extra_table
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.assembly.build_engine import build_core, endpoint_of, legs_of, weights_of
 from pd_cluster.engine.assembly.build_ranks import (
@@ -19,7 +20,6 @@ from pd_cluster.engine.assembly.build_ranks import (
 )
 from pd_cluster.engine.assembly.build_stages import stages_of
 from pd_cluster.engine.assembly.build_unit import unit_of
-from pd_cluster.engine.encode.build_encoder import build_encoder
 from pd_cluster.engine.handover.handover_context import HandoverContext
 from pd_cluster.engine.handover.links.link_ends import LaneEnds, LocalEndpoint, LocalLanes
 from pd_cluster.engine.lifecycle.availability import Availability
@@ -38,6 +38,7 @@ from pd_cluster.engine.worker.mailbox_reader import MailboxReader
 from pd_cluster.engine.worker.processor_watch import watch_processors
 from pd_cluster.engine.worker.worker import Cores, Worker
 from pd_cluster.engine.worker.worker_loop import Loop
+from pd_cluster.errors import called
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.peer_admission import Life
@@ -57,6 +58,7 @@ def build_worker(
     device = device_of(config)
     if config.role == "encode":
         mailbox_reader = MailboxReader(inbox)
+        build_encoder = extra_table.load(extra_table.ENCODER, f"{called('role')} encode")
         encoder, mailbox, report = build_encoder(config, device, inbox.put)
         mailbox_reader.serve(encoder)
         mailbox.start(mailbox_reader)

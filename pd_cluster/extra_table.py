@@ -15,13 +15,18 @@ from pd_cluster.errors import MissingExtra
 PACKAGE = "pd_cluster.extras"
 
 ENCODER = "encoders.build_encoder:build_encoder"  # for --role encode
+KEY_STORE = "key_file.key_store:KeyStore"  # for --api-key-file; see api/middleware/file_keys
+KEY_TABLE = "key_file.key_table:key_table"
 NODE_FILES_CHECK = "node_keys.node_proofs:check_node_files"
 NODE_TRUST = "node_keys.node_proofs:Nodes"  # see net/node_trust
 REQUEST_LOG = "request_log.generation_log:RequestLog"  # for --enable-log-requests
 COMMANDS = {  # of `pd-cluster`
     "dashboard": "dashboard.dashboard_command:dashboard",
     "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",
+    "keys list": "key_file.keys_command:list_keys",
+    "keys new": "key_file.keys_command:new",
     "keys node": "node_keys.node_keys_command:app",
+    "keys remove": "key_file.keys_command:remove",
     "quantize": "quantize.quantize_command:quantize",
 }
 STAGES = ("encoders.build_encoder:encoder_stages",)  # functions like stages_of of engine/assembly/build_stages

@@ -33,7 +33,7 @@ from pd_cluster.api.connections.http_server import bind_unix, make_server, serve
 from pd_cluster.api.files.files_api import most_nbytes_of
 from pd_cluster.api.middleware.admin_access import AdminAccess
 from pd_cluster.api.middleware.drain_middleware import Drain
-from pd_cluster.api.middleware.file_keys import FileKeys
+from pd_cluster.api.middleware.file_keys import FileKeys, KeySource
 from pd_cluster.api.public_app import in_background, public_app
 from pd_cluster.cluster.members.adapter_registry import AdapterBook, AdapterRules
 from pd_cluster.cluster.members.cluster_control import ClusterControl
@@ -48,7 +48,6 @@ from pd_cluster.cluster.processes.api_processes import ApiProcesses
 from pd_cluster.cluster.roles.auto_role import RoleChooser
 from pd_cluster.cluster.roles.role_costs import RoleGoals
 from pd_cluster.cluster.roles.roles_by_cost import role_chooser
-from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.cluster.weights.weight_updates import WeightRules, WeightUpdates
 from pd_cluster.errors import ConfigError, Refused, Unavailable
 from pd_cluster.process_messages import AdapterNames, Busy, Stats
@@ -85,7 +84,7 @@ class Extras:
     lora_root: str = ""
     weights: tuple[str, frozenset[str]] = ("", frozenset())
     lease: Lease | None = None
-    keys: KeyStore | None = None
+    keys: KeySource | None = None
 
 
 NOTHING_MORE = Extras()
@@ -170,7 +169,7 @@ class SchedulerServer:
         drain = Drain(self._config.timeouts.drain_timeout_s, self._edge.router.end_all)
         http = self._config.http
         if self._keys is not None:
-            self._file_keys = FileKeys(self._keys.keys, self._keys.memory, self._edge.router.stats.tenants)
+            self._file_keys = self._keys.at_port(self._edge.router.stats.tenants)
         instances, keys = self.membership.instances, self._file_keys
         app = public_app(service, instances, drain, file_keys=keys, extensions=extensions, owner=self._owner)
         public = (
@@ -250,7 +249,7 @@ class SchedulerServer:
                     logs=logs,
                     adapters=AdapterNames(dict(self._edge.adapters), 0),
                     keys=self._keys.keys if self._keys is not None else None,
-                    rates_fd=self._keys.memory.fd if self._keys is not None else -1,
+                    rates_fd=self._keys.rates_fd if self._keys is not None else -1,
                 )
             )
         drain_timeout_s = self._config.timeouts.drain_timeout_s

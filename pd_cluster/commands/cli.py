@@ -23,7 +23,6 @@ from pd_cluster.commands.bench_command import app as bench_app
 from pd_cluster.commands.extra_commands import add_extra
 from pd_cluster.commands.instances_command import ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances_command import app as instances_app
-from pd_cluster.commands.keys_command import app as keys_app
 from pd_cluster.commands.plan_command import plan
 from pd_cluster.commands.run_batch_command import run_batch
 from pd_cluster.commands.settings_flags import (
@@ -64,6 +63,9 @@ app = typer.Typer(
 SERVE, LOOK, CHANGE, OFFLINE = "Serve", "Look and talk", "Change a running cluster", "Without a server"
 app.add_typer(bench_app, name="bench", rich_help_panel=LOOK)
 app.add_typer(instances_app, name="instances", rich_help_panel=CHANGE)
+keys_app = typer.Typer(help="Make and show API keys and the keys of nodes.", no_args_is_help=True)
+for keys_command in ("keys new", "keys list", "keys remove", "keys node"):
+    add_extra(keys_app, keys_command)
 app.add_typer(keys_app, name="keys", rich_help_panel=CHANGE)
 add_extra(app, "endpoint-picker", SERVE)
 add_extra(app, "dashboard", LOOK)

@@ -21,6 +21,10 @@ USES: dict[str, list[str]] = {
     "encoders": ["pd-cluster serve --model nowhere --role encode"],
     "fastdeploy": ["from pd_cluster.fastdeploy.engine.request import RequestOutput"],
     "gateway": ["pd-cluster endpoint-picker --schedulers nowhere"],
+    "key_file": [
+        *("pd-cluster keys list --file nowhere", "pd-cluster keys new --file /nowhere/keys --tenant a"),
+        "from pd_cluster.api.middleware.file_keys import file_keys\nfile_keys(None, 0, None)",
+    ],
     "lmdeploy": [
         "from pd_cluster import pipeline",
         "import pd_cluster.vl",

@@ -20,6 +20,8 @@ KEY_TABLE = "key_file.key_table:key_table"
 NODE_FILES_CHECK = "node_keys.node_proofs:check_node_files"
 NODE_TRUST = "node_keys.node_proofs:Nodes"  # see net/node_trust
 REQUEST_LOG = "request_log.generation_log:RequestLog"  # for --enable-log-requests
+LEG_RECORDS = "resumable_streams.resume_records:Records"  # see engine/legs/leg_records
+STREAM_RESUMPTION = "resumable_streams.client_streams:ClientStreams"  # see api/routes/stream_resumption
 COMMANDS = {  # of `pd-cluster`
     "dashboard": "dashboard.dashboard_command:dashboard",
     "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",

@@ -123,6 +123,8 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
     if resume.window_s and not openai:
         named = f"{called('resume_window')} {resume.window_s:g}"
         raise ConfigError(f"{named}: streams of /generate cannot be resumed (USE_OPENAI=0); leave it out")
+    if resume.window_s:
+        extra_table.load("resumable_streams", called("resume_window"))
     if http.traces_endpoint:
         from pd_cluster.service.request_traces import check_packages
 

@@ -16,7 +16,6 @@ from pd_cluster.service.callers.served_names import ServedNames
 from pd_cluster.service.generation.generation_watch import request_log
 from pd_cluster.service.generation.kv_handles import KVHandles
 from pd_cluster.service.generation.prompt_generation import Generation
-from pd_cluster.service.generation.stream_resumption import StreamResumption
 from pd_cluster.service.generation.text_generator import TextGenerator
 from pd_cluster.service.media.given_media import given_sources
 from pd_cluster.service.media.media_preparation import MediaPreparation, PromptWithMedia
@@ -51,7 +50,6 @@ class TextService:
         log = request_log(settings.http.log)
         answering = TextGenerator(router, log, settings.stream_interval)
         self.pieces, self.stream, self.complete = answering.pieces, answering.stream, answering.complete
-        self.resumption = StreamResumption(settings.resume)
         self._instances = ServingInstances(router, config.max_model_len)
         self.tokenizer = tokenizer = Tokenizer(checkpoint.tokenizer_path, settings.chat.template, checkpoint.path)
         self.shows_token_ids = settings.returns_tokens_as_token_ids or not tokenizer.has_text

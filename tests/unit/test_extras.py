@@ -45,6 +45,13 @@ USES: dict[str, list[str]] = {
         "from pd_cluster.settings.request_log_settings import RequestLogSettings\n"
         "made(RequestLogSettings(has_requests=True))"
     ],
+    "resumable_streams": [
+        "from types import SimpleNamespace\n"
+        "from pd_cluster.api.routes.stream_resumption import stream_resumption\n"
+        "from pd_cluster.settings.resume_settings import ResumeSettings\n"
+        "settings = SimpleNamespace(resume=ResumeSettings(window_s=1))\n"
+        "stream_resumption(SimpleNamespace(settings=settings))"
+    ],
     "quantize": ["pd-cluster quantize nowhere nothing"],
 }
 TRY_ALL = """

@@ -41,7 +41,7 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 # Places are modules or packages of pd_cluster.
 ONLY_IN = {
-    "fastapi": ("api", "extras.dashboard"),
+    "fastapi": ("api", "extras.dashboard", "extras.resumable_streams"),
     "fastapi_offline": ("api",),
     "starlette": ("api", "extras.dashboard"),
     "uvicorn": ("api",),

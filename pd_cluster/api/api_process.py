@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from pd_cluster.api.admin.metrics_routes import busy_of
+from pd_cluster.api.admin.metrics_routes import MetricSources, busy_of
 from pd_cluster.api.admin.timeline_routes import timeline_app
 from pd_cluster.api.connections.http_server import make_server, serve_until_signal
 from pd_cluster.api.files.files_api import most_nbytes_of
@@ -56,7 +56,7 @@ async def serve(channel: socket.socket) -> None:
         keys = None
         if config.keys is not None:
             keys = file_keys(config.keys, config.rates_fd, context.router.stats.tenants)
-        app = public_app(service, mirror.instances, drain, lambda: mirror.totals, keys)
+        app = public_app(service, mirror.instances, drain, keys, sources=MetricSources(lambda: mirror.totals))
         servers = [
             (
                 make_server(

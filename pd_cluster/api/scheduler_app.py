@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from pd_cluster.api.admin.admin_app import ShownCluster, admin_app, describe
 from pd_cluster.api.admin.control_routes import control_routes
-from pd_cluster.api.admin.metrics_routes import ONLY_ONE, Owner
+from pd_cluster.api.admin.metrics_routes import ONLY_ONE, MetricSources, Owner
 from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timeline_routes import LocalTimelines, RemoteTimelines, TimelineSource
 from pd_cluster.api.admin.weight_routes import weight_routes
@@ -171,7 +171,7 @@ class SchedulerServer:
         if self._keys is not None:
             self._file_keys = self._keys.at_port(self._edge.router.stats.tenants)
         instances, keys = self.membership.instances, self._file_keys
-        app = public_app(service, instances, drain, file_keys=keys, extensions=extensions, owner=self._owner)
+        app = public_app(service, instances, drain, keys, extensions, MetricSources(owner=self._owner))
         public = (
             make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields, most_nbytes_of(http)),
             self._listeners[0],

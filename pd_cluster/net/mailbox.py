@@ -142,7 +142,7 @@ class Mailbox:
         `on_opened` or `on_closed` follows within the connect timeout.
         """
         conn = f"{self.name}@{self.epoch:x}#{next(self._counter)}"
-        self._call(lambda: self._opening.connect(self._context, conn, name, epoch, host, port, key))
+        self._call(lambda: self._opening.connect(self._context, conn, Life(name, epoch), host, port, key))
         return conn
 
     def beat(self) -> None:

@@ -178,7 +178,6 @@ class TextService:
         self,
         request: GenerationRequest,
         prompt: str | list[int] | PromptWithMedia,
-        special: bool = True,
         received_s: float | None = None,
         caller: Caller = NOBODY,
         pictures: Sequence[Any] = (),
@@ -194,7 +193,7 @@ class TextService:
         else:
             if isinstance(prompt, str):
                 prompt = self.spelled(PromptText(prompt), pictures).text
-            (token_ids,) = await self.intake.token_ids(request, [prompt], special, caller)
+            (token_ids,) = await self.intake.token_ids(request, [prompt], True, caller)
             shown = await self.illustrated(token_ids, pictures)
         generation = self.intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s

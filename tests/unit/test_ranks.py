@@ -21,7 +21,7 @@ from pd_cluster.cluster.processes.worker_ranks import Ranks
 from pd_cluster.engine.assembly import build_ranks
 from pd_cluster.engine.handover.engine_events import Offered, StopEngine
 from pd_cluster.engine.handover.handover_context import HandoverContext
-from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, PeerProgress, ReceiveEnd, SendEnd
+from pd_cluster.engine.handover.links.link_ends import LinkName, LocalEndpoint, PeerProgress, ReceiveEnd, SendEnd
 from pd_cluster.engine.handover.links.out_link_table import OutLinkTable
 from pd_cluster.engine.handover.links.out_links import OutLinks
 from pd_cluster.engine.ranks import hang_watchdog
@@ -376,7 +376,7 @@ class TwoRanks:
         self.lanes.hear(decoded)
 
     def sending(self) -> SendEnd:
-        return self.lanes.send_end("conn", "id", "d@1", 1, Lane(1, 0, 2), self.reported.append, note_nothing)
+        return self.lanes.send_end(LinkName("conn", "id", "d@1"), 1, Lane(1, 0, 2), self.reported.append, note_nothing)
 
     def receiving(self) -> ReceiveEnd:
         lane_offers = [wire.LaneOffer(source_rank=0, target_rank=rank, offers=[], probe_seed=0) for rank in range(2)]

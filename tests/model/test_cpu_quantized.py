@@ -16,6 +16,7 @@ from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.native import build
 from pd_cluster.native import packed_products as quantized
 from pd_cluster.native.packed_products import (
+    CodeGrid,
     bf16_linear,
     bf16_way,
     fp8_weight_only_linear,
@@ -163,7 +164,7 @@ def test_codes_of_4_and_8_bits(
     ]
     for make, least, most in makers:
         codes = torch.randint(least, most, (outputs, inputs), dtype=torch.int8)
-        layer = make(codes, scales, zeros, bias, activations=activations, group=group, flags=flags)
+        layer = make(codes, CodeGrid(scales, zeros, group), bias, activations=activations, flags=flags)
         assert layer is not None
         weight = codes.double() - (0 if zeros is None else expanded(zeros, group, inputs))
         expected = rounded @ (weight * expanded(scales, group, inputs)).T + bias
@@ -217,10 +218,10 @@ def layers_of(outputs: int, inputs: int, flags: tuple[str, ...]) -> dict[str, Li
     return {
         "int8": int8_linear(codes, scales, bias, flags=flags),
         "bf16": bf16_linear(codes.bfloat16(), bias, flags=flags),
-        "int8 weight only": int8_weight_only_linear(codes, scales, scales, bias, flags=flags),
-        "int4": int4_linear(codes, scales, None, bias, flags=flags),
-        "int4 with codes": int4_linear(codes, scales, None, bias, activations="int8", flags=flags),
-        "int4 in bfloat16": int4_linear(codes, scales, None, bias, activations="bfloat16", flags=flags),
+        "int8 weight only": int8_weight_only_linear(codes, CodeGrid(scales, scales), bias, flags=flags),
+        "int4": int4_linear(codes, CodeGrid(scales), bias, flags=flags),
+        "int4 with codes": int4_linear(codes, CodeGrid(scales), bias, activations="int8", flags=flags),
+        "int4 in bfloat16": int4_linear(codes, CodeGrid(scales), bias, activations="bfloat16", flags=flags),
         "fp8": fp8_weight_only_linear(codes.float().to(torch.float8_e4m3fn), scales, bias, flags=flags),
     }
 

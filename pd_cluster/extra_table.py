@@ -17,11 +17,12 @@ PACKAGE = "pd_cluster.extras"
 ENCODER = "encoders.build_encoder:build_encoder"  # for --role encode
 KEY_STORE = "key_file.key_store:KeyStore"  # for --api-key-file; see api/middleware/file_keys
 KEY_TABLE = "key_file.key_table:key_table"
+LEG_RECORDS = "resumable_streams.resume_records:Records"  # see engine/legs/leg_records
 NODE_FILES_CHECK = "node_keys.node_proofs:check_node_files"
 NODE_TRUST = "node_keys.node_proofs:Nodes"  # see net/node_trust
 REQUEST_LOG = "request_log.generation_log:RequestLog"  # for --enable-log-requests
-LEG_RECORDS = "resumable_streams.resume_records:Records"  # see engine/legs/leg_records
 STREAM_RESUMPTION = "resumable_streams.client_streams:ClientStreams"  # see api/routes/stream_resumption
+STAGES = ("encoders.build_encoder:encoder_stages",)  # functions like stages_of of engine/assembly/build_stages
 COMMANDS = {  # of `pd-cluster`
     "dashboard": "dashboard.dashboard_command:dashboard",
     "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",
@@ -31,7 +32,6 @@ COMMANDS = {  # of `pd-cluster`
     "keys remove": "key_file.keys_command:remove",
     "quantize": "quantize.quantize_command:quantize",
 }
-STAGES = ("encoders.build_encoder:encoder_stages",)  # functions like stages_of of engine/assembly/build_stages
 API_EXTENSIONS = ("dashboard.dashboard_extension:Dashboard",)  # classes: see api/api_extension
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
-from pd_cluster.engine.assembly.build_engine import limits_of
+from pd_cluster.engine.assembly.build_legs import limits_of
 from pd_cluster.engine.handover.engine_events import Event
 from pd_cluster.engine.handover.handover_context import HandoverContext
 from pd_cluster.engine.legs.legs import Legs

@@ -19,9 +19,7 @@ from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.generation.text_generator import TextGenerator
 from pd_cluster.service.media.given_media import given_sources
 from pd_cluster.service.media.media_preparation import MediaPreparation, PromptWithMedia
-from pd_cluster.service.pooling.classifier import Classifier
-from pd_cluster.service.pooling.label_scoring import LabelScorer
-from pd_cluster.service.pooling.scoring import scorer_of
+from pd_cluster.service.pooling.poolers import poolers_of
 from pd_cluster.service.preprocessing.chat_preprocessor import chats_of, reply_format_of
 from pd_cluster.service.preprocessing.request_preprocessor import preprocessor_of
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
@@ -74,10 +72,8 @@ class TextService:
         )
         self._chats = chats_of(self.intake, self._pictures, form, settings)
         self.guard = self._chats.guard  # keeps control tokens out of chats; None if chats may contain them
-        self.scorer = scorer_of(router, self.intake, self.guard, checkpoint.path, log, settings.pooler)
-        self.embedder = self.scorer.embedder
-        self.classifier = Classifier(self.embedder, checkpoint.path)
-        self.label_scorer = LabelScorer(encoder, self.intake.has_priorities, self.vocab_size)
+        poolers = poolers_of(router, self.intake, self.guard, checkpoint.path, log, settings.pooler)
+        self.scorer, self.embedder, self.classifier, self.label_scorer = poolers
 
     @property
     def max_model_len(self) -> int:

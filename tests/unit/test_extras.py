@@ -87,6 +87,8 @@ for file in sorted(root.rglob("*.py")):
     except ImportError as error:
         assert error.name.partition(".")[0] in ("fla", "flashinfer", "guidellm", "torch_npu", "triton"), (name, error)
 assert not any(name.startswith("pd_cluster.extras") for name in sys.modules)
+from pd_cluster.cluster.processes.launch_settings import Launch
+assert not Launch(num_schedulers=2).with_lasting_streams({}).scheduler_variables
 with pd_cluster.LLM(sys.argv[2]) as llm:
     (answer,) = llm.chat([{"role": "user", "content": "hello"}], pd_cluster.SamplingParams(max_tokens=4))
 assert len(answer.outputs[0].token_ids) == 4

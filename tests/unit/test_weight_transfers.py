@@ -197,6 +197,18 @@ def test_a_source_sends_to_one_instance_at_a_time(world: World) -> None:
     assert second.stage.copies.of("digest") is not None
 
 
+def test_a_search_ends_if_all_sources_stay_busy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_transfers, "MOST_BUSY_S", 0.1)
+    first, second, source = world.add("first", "second", "source")
+    version = version_at(world.folder("version"))
+    source.holds(version)
+    world.sources.offer(version)
+    world.sources.sought("first", first.instance, wire.SeekWeights(3))
+    with pytest.raises(ModelError, match="sending to other instances"):
+        second.stage.fetch(version, accept)
+    assert world.named.count("") > 1
+
+
 def test_no_answer_ends_the_search(world: World) -> None:
     (receiver,) = world.add("receiver")
     receiver.stage.closed("scheduler", "gone", was_scheduler=True)

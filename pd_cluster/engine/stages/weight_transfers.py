@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 MOST_MORE_NBYTES = 64 << 20  # of a version's files in addition to its tensors, which have as many bytes as the model's
 MOST_FAILED = 1024
 BUSY_S = 0.5  # between requests for a source while all send to others
+MOST_BUSY_S = 3600.0  # the longest search for a source
 Check = Callable[[Path], None]  # raises PdClusterError if a folder does not have the version
 
 
@@ -101,12 +102,14 @@ class WeightTransfers(Stage):
         with self._fetching:
             if self.copies.of(version.digest) is not None:
                 return
-            failed: list[str] = []
+            failed, until_s = list[str](), time.monotonic() + MOST_BUSY_S
             while True:
                 conn, found = self._ask(version, failed)
                 if found.problem:
                     raise ModelError(found.problem)
                 if not found.source:
+                    if time.monotonic() > until_s:
+                        raise ModelError(f"all sources have been sending to other instances for {MOST_BUSY_S:.0f} s")
                     time.sleep(BUSY_S)
                     continue
                 try:

@@ -122,9 +122,7 @@ class RequestAdmission:
             return None
         entry = None
         if self.waiting is not None:
-            num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
-            group = owner.group or PromptGroup()
-            entry = self.waiting.at_once(owner.client, num_tokens, num_sequences, priority, group)
+            entry = self.waiting.at_once(_queued(ask, num_sequences, priority, owner))
             if entry is None:
                 return None
         try:
@@ -165,8 +163,7 @@ class RequestAdmission:
         entry = None
         if self.waiting is not None:
             try:
-                num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
-                request = QueuedRequest(owner.client, num_tokens, num_sequences, priority, owner.group)
+                request = _queued(ask, num_sequences, priority, owner)
                 entry = await self.waiting.turn(request, owner.client_timeout_s, arrived_s)
             except Overloaded:
                 self._stats.refused("queue")
@@ -265,3 +262,8 @@ class RequestAdmission:
         finally:
             for task in waiting:
                 task.cancel()
+
+
+def _queued(ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner) -> QueuedRequest:
+    num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
+    return QueuedRequest(owner.client, num_tokens, num_sequences, priority, owner.group or PromptGroup())

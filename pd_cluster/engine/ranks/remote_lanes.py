@@ -7,7 +7,7 @@ followers' channels read the followers' messages; they only update counts or pas
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -123,7 +123,7 @@ class RankLanes:
     def __init__(
         self,
         local: LocalLanes,
-        followers: list[Channel],
+        followers: Sequence[Channel],
         progress: Callable[[], to.Reached],
         send: Callable[[str, wire.Body], None],
         tell: Callable[[Offered], None],

@@ -1,4 +1,4 @@
-"""The protocols of the keys of --api-key-file, implemented by the extra `key_file`. Knows nothing of files or routes."""
+"""The protocols of the keys of --api-key-file; the extra `key_file` implements them. Knows neither files nor routes."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanRules:
-    """What all plans of a model on a device have in common. `group`: query heads per KV head."""
+    """The common part of all plans of a model on a device. `group`: query heads per KV head."""
 
     group: int
     num_kv_heads: int

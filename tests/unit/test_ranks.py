@@ -18,7 +18,7 @@ from msgspec import Raw, ValidationError, msgpack
 
 from pd_cluster import wire
 from pd_cluster.cluster.processes.worker_ranks import Ranks
-from pd_cluster.engine.assembly import build_ranks
+from pd_cluster.engine.assembly import build_lanes
 from pd_cluster.engine.handover.engine_events import Offered, StopEngine
 from pd_cluster.engine.handover.handover_context import HandoverContext
 from pd_cluster.engine.handover.links.link_ends import LinkName, LocalEndpoint, PeerProgress, ReceiveEnd, SendEnd
@@ -457,10 +457,10 @@ def test_only_methods_of_ends_are_called_with_arguments_of_their_types() -> None
 
 def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
-    monkeypatch.setattr(build_ranks, "end_within", ends.append)
+    monkeypatch.setattr(build_lanes, "end_within", ends.append)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     told: list[str] = []
-    build_ranks.on_rank_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
+    build_lanes.on_rank_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
     assert told == ["rank 2 of 4 has not answered for 3 s"]
     event = inbox.get_nowait()
     assert isinstance(event, StopEngine)

@@ -37,7 +37,7 @@ def lanes_of(
     if not isinstance(lead, LeadRunner):
         return local
     lanes = RankLanes(local, lead.followers, lambda: lead.progress, mailbox.send, inbox.put)
-    lost = partial(_on_rank_lost, config.ranks.size, wait_s, inbox, tell_lost)
+    lost = partial(on_rank_lost, config.ranks.size, wait_s, inbox, tell_lost)
     Watch(lead.followers, _message_handler_of(lead, lanes, inbox.put), lost, wait_s).start()
     return lanes
 
@@ -58,7 +58,7 @@ def _message_handler_of(
     return hear
 
 
-def _on_rank_lost(
+def on_rank_lost(
     size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str
 ) -> None:
     """Stops the engine's loop.

@@ -251,10 +251,10 @@ def test_prompts(flags: tuple[str, ...]) -> None:
         one, scales = torch.rand(outputs, 1), torch.rand(outputs, 8)
         bias = torch.randn(outputs) if has_bias else None
         for name, layer, weight in (
-            ("int8", int8_weight_only_linear(codes, one, None, bias, flags=flags), codes * one),
+            ("int8", int8_weight_only_linear(codes, CodeGrid(one), bias, flags=flags), codes * one),
             (
                 "int4",
-                int4_linear(codes, scales, scales, bias, flags=flags),
+                int4_linear(codes, CodeGrid(scales, scales), bias, flags=flags),
                 (codes.view(outputs, 8, 128) - scales[..., None]) * scales[..., None],
             ),
             ("fp8", fp8_weight_only_linear(codes.to(torch.float8_e4m3fn), one, bias, flags=flags), codes * one),
@@ -327,7 +327,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the kernels cannot be compiled here")
     codes, ones = torch.full((16, 64), 8, dtype=torch.int8), torch.ones(16, 1)
     with pytest.raises(ModelError, match="codes from 8 to 8 are no codes of 4 bits"):
-        int4_linear(codes, ones, None, None)
+        int4_linear(codes, CodeGrid(ones), None)
     with pytest.raises(ModelError, match="2 scales of 64 inputs each for 64 inputs"):
         int8_linear(codes, torch.ones(16, 2), None, group=64)
     with pytest.raises(ModelError, match="is NaN"):

@@ -123,7 +123,7 @@ def lora(rounds: Rounds = 20, threads: Threads = 2, quick: Quick = False, json: 
 @app.command("kv")
 def kv(
     rounds: Rounds = 5,
-    transports: Annotated[str, typer.Option(help="As shm,dist,nixl; default: all but nixl.")] = "",
+    transports: Annotated[str, typer.Option(help="Some of shm,dist,nixl; default: all but nixl.")] = "",
     sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
     quick: Quick = False,
     json: Json = "",
@@ -200,6 +200,19 @@ def overload(
     _run(run(seconds, shapes, seed, quick, json))
 
 
+@app.command("roles")
+def roles(
+    seconds: Annotated[float, typer.Option(min=70, help="Duration of each of three phases.")] = 180.0,
+    seed: Seed = 0,
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """Compare --auto-role to fixed roles while lengths change, with simulated workers."""
+    from benchmarks.router.roles import run
+
+    _run(run(seconds, seed, quick, json))
+
+
 @app.command("batches")
 def batches(
     lines: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 5000,
@@ -221,7 +234,7 @@ def long_prompts(
     tokens: Annotated[int, typer.Option(min=1024, help="Tokens of the long prompt.")] = 262_144,
     rate: Annotated[float, typer.Option(help="Requests of 200 tokens a second.")] = 4.0,
     seconds: Annotated[float, typer.Option(help="Duration of the load, alone and beside the long prompt.")] = 20.0,
-    timeout: Annotated[float, typer.Option(help="Most seconds for the long prompt.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(help="Maximum seconds for the long prompt.")] = 3600.0,
     seed: Seed = 0,
     quick: Quick = False,
     json: Json = "",

@@ -58,7 +58,9 @@ Answers = list[list[int]]
 
 
 class Kind(NamedTuple):
-    """One kind of requests. `predicts`: from task and plain answer. `goals`: for 1, up to 4, and more at a time."""
+    """One kind of requests. `predicts`: makes a prediction from a task and its plain answer. `goals`: for one request,
+    up to 4, and more requests at a time.
+    """
 
     methods: tuple[Method, ...]
     task: Callable[[random.Random, int], Task]

@@ -2,8 +2,8 @@
 # Sourced: sets the variables of CANN and of the Ascend driver, where they are installed and not set yet.
 #
 # ASCEND_TOOLKIT_HOME, if it is set, names the toolkit; otherwise ASCEND_ROOT (/usr/local/Ascend) has it. A toolkit or an
-# ATB whose libraries are on LD_LIBRARY_PATH has been sourced already. CANN's own scripts know nothing of `set -eu`, and
-# some are written for bash: a script that runs in another shell is started again in bash before it sources them.
+# ATB whose libraries are on LD_LIBRARY_PATH has been sourced already. CANN's own scripts do not support `set -eu`, and
+# some are written for bash, so a script that runs in another shell is started again in bash before it sources them.
 
 pd_cluster_ascend=${ASCEND_ROOT:-/usr/local/Ascend}
 pd_cluster_home=${ASCEND_TOOLKIT_HOME:-}
@@ -12,7 +12,7 @@ pd_cluster_atb=
 case ":${LD_LIBRARY_PATH:-}" in
 *":${pd_cluster_home:-//}/"*) ;;
 *)
-    # The newer layout has cann and ascend-toolkit, one a link to the other.
+    # The newer layout has cann and ascend-toolkit, one of which is a link to the other.
     for pd_cluster_each in "${pd_cluster_home:-/nowhere}" "${pd_cluster_home%/*}" \
         "$pd_cluster_ascend/cann" "$pd_cluster_ascend/ascend-toolkit"; do
         if [ -n "$pd_cluster_each" ] && [ -r "$pd_cluster_each/set_env.sh" ]; then

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What a container runs: an instance with these flags, or any other command, with CANN's variables where CANN is.
+# Runs a container's instance with these flags, or any other command. Sets CANN's variables if CANN is installed.
 
 set -eu
 

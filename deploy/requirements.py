@@ -1,7 +1,7 @@
-"""What `pip install` must bring into this Python for pd-cluster with one extra, a requirement a line.
+"""Prints what `pip install` must install for pd-cluster with the given extras, one requirement a line.
 
-A torch that fits pyproject.toml is left out, so that pip keeps it: to pip, the 2.11.0a0+… of a vendor's image is older
-than 2.11. Without one it is exactly TORCH. Needs the standard library.
+If the installed torch fits pyproject.toml, torch is left out, so that pip keeps it: to pip, the 2.11.0a0+… of a
+vendor's image is older than 2.11. Otherwise torch is exactly TORCH. Needs only the standard library.
 
     python3 deploy/requirements.py cuda otel
 """

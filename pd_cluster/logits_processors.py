@@ -18,9 +18,10 @@ import torch
 RequestProcessor: TypeAlias = (
     Callable[[list[int], torch.Tensor], torch.Tensor] | Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
 )
-"""Takes a sequence's output tokens, perhaps after its prompt tokens, and its row of logits [vocab_size] float32.
+"""Takes a sequence's output tokens and its row of logits [vocab_size] float32; the second form also takes its prompt
+tokens, first. The lists of tokens must not be changed.
 
-Returns the row to sample from, which may be the same tensor, changed in place. It must not change the lists.
+Returns the row to sample from, which may be the same tensor, changed in place.
 """
 
 

@@ -1,4 +1,4 @@
-"""Settings that affect a model's results: both ends of a link must agree on them, and prefix roots hash them.
+"""Settings that affect a model's results: both ends of a link must agree on them, and block hashes depend on them.
 
 Imports no torch. model/layers/rope/rope_scaling.py defines how a model uses positions.
 """
@@ -35,7 +35,7 @@ CODES_WAY = f"the arithmetic of {called('quantization')}, which depends on pd-cl
 DYNAMIC, LONGROPE, YARN, LINEAR = "dynamic", "longrope", "yarn", "linear"
 ALREADY_STRETCHED = ("gemma3", "gemma3_text")  # model types whose max_position_embeddings include the factor
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
-UNBOUNDED = 1 << 30  # tokens; the base grows with any length
+UNBOUNDED = 1 << 30  # tokens; means no maximum, because the dynamic base grows with any length
 ROPE_NAMES = {"dynamic": DYNAMIC, "longrope": LONGROPE, "su": LONGROPE}  # "su": longrope's former name
 
 
@@ -91,7 +91,8 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
 class RopeStretch(msgspec.Struct, frozen=True, kw_only=True):
     """Positions that are rotated more slowly, alike in every request: by YaRN, or linearly.
 
-    `reach`: the number of positions. As in vLLM, it is the factor times YaRN's original positions, or the config's.
+    `reach`: the number of positions. As in vLLM, it is the factor times the number before stretching, which is
+    max_position_embeddings or, for YaRN, original_max_position_embeddings if that is given.
     """
 
     kind: str
@@ -122,32 +123,25 @@ class RopeStretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend on other devices.
-
-    `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
-    a folder's own quantization is part of its identity. A suffix prevents links with instances of earlier versions that
-    computed differently: WHOLE_ROWS if activations are quantized (earlier versions quantized each rank's part of a
-    row), otherwise LONG_SPANS on a CPU (earlier versions summed in another order). `quantize_head`: the scheme of the
-    output layer.
-    `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: the order of a head's features in the
-    KV cache (model/layers/rope/rope_tables.py). `bf16_way`: how a CPU multiplies bfloat16 weights
-    (native/packed_products.py); "": it does not. `logits_processors`: the operator's classes, which change tokens
-    rather than KV. `weights`: the digest of the weights that replaced the folder's; "" if they were not replaced.
-    """
+    """The numerics of one instance."""
 
     device: str = "cpu"
     dtype: str = "float32"
-    attention_backend: str = "auto"
-    deterministic: bool = False
+    attention_backend: str = "auto"  # the setting on a CPU, the chosen backend on other devices
+    deterministic: bool = False  # the setting, on every device
+    # The scheme of weights that are quantized at load; a folder's own quantization is part of its identity. A suffix
+    # prevents links with instances of earlier versions that computed differently: WHOLE_ROWS if activations are
+    # quantized (earlier versions quantized each rank's part of a row), otherwise LONG_SPANS on a CPU (earlier versions
+    # summed in another order).
     quantization: str = ""
-    kv_cache_dtype: str = "float32"
-    hf_overrides: str = "{}"
+    kv_cache_dtype: str = "float32"  # the pool's
+    hf_overrides: str = "{}"  # canonical JSON
     rope: RopeScaling = RopeScaling()
-    key_order: str = "model"
-    bf16_way: str = ""
-    quantize_head: str = ""
-    logits_processors: str = ""
-    weights: str = ""
+    key_order: str = "model"  # the order of a head's features in the KV cache (model/layers/rope/rope_tables.py)
+    bf16_way: str = ""  # how a CPU multiplies bfloat16 weights (native/packed_products.py); "": it does not
+    quantize_head: str = ""  # the scheme of the output layer
+    logits_processors: str = ""  # the operator's classes, which change tokens rather than KV
+    weights: str = ""  # the digest of the weights that replaced the folder's; "" if they were not replaced
 
     @functools.cached_property
     def digest(self) -> str:

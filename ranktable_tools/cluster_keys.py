@@ -169,8 +169,8 @@ def _read(file: Path) -> str:
     except (OSError, ValueError) as error:
         raise RankTableError(str(file), _FILE, str(getattr(error, "strerror", error)), "a readable file") from None
     if mode & 0o037:
-        expected = "one that only its owner, or its group, can read"
-        raise RankTableError(str(file), _FILE, f"mode {mode:04o}", f"{expected}: others can", f"chmod 600 {file}")
+        expected = "a mode with which only its owner and its group"
+        raise RankTableError(str(file), _FILE, f"mode {mode:04o}", f"{expected} can read it", f"chmod 600 {file}")
     try:
         return data.decode("ascii")
     except UnicodeDecodeError:

@@ -23,7 +23,8 @@ QUICK = ("tests/unit", "tests/model")
 CACHES = (".", "one-process", "clusters", "given")  # in .pytest_cache: pytest's own, and those of scripts/test.sh
 DURATIONS = Path("v") / "pd_cluster" / "durations"  # file -> seconds
 UNKNOWN_S, BUDGET_S = 4.0, 150.0  # seconds of tests; two files run at a time
-# A regex, as parsing all files would take ten seconds. Groups: a module, its names with or without brackets; a module
+# A regex, because parsing all files would take ten seconds. Groups: in `from` lines the module, and its names with or
+# without brackets; in `import` lines the module.
 IMPORTS = re.compile(r"^[ ]*(?:from ([\w.]+) import (?:\(([^)]*)\)|(.*))|import ([\w.]+))", re.MULTILINE)
 NAMES = re.compile(r"(\w+)(?: as \w+)?")
 ALWAYS = ("tests/unit/test_layering.py",)
@@ -42,7 +43,7 @@ def module_of(file: Path) -> str:
 
 
 def imports_of(file: Path) -> set[str]:
-    """Returns the imported modules' names and, dotted, those of things in them; includes imports within strings."""
+    """Returns the names of imported modules, and MODULE.NAME for names from them; includes imports within strings."""
     found: set[str] = set()
     for module, names, more, name in IMPORTS.findall(file.read_text("utf-8")):
         imported = NAMES.findall(names or more)

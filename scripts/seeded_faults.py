@@ -39,7 +39,8 @@ RELEASE = re.compile("release|free|close|unlink|discard|pop|popleft|remove|cance
 PAIRS = ((ast.Lt, ast.Gt), (ast.LtE, ast.GtE), (ast.Eq, ast.NotEq), (ast.Add, ast.Sub))
 FLIPPED: dict[Any, Any] = {**dict(PAIRS), **{other: one for one, other in PAIRS}}
 ONE_OFF = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-NUM_FILES, MAP_LIMIT_S, RUN_LIMIT_S, TESTS_LIMIT_S = 6, 1500.0, 300.0, 100.0  # files of tests in one process of `map`
+# NUM_FILES: test files in one process of `map`
+NUM_FILES, MAP_LIMIT_S, RUN_LIMIT_S, TESTS_LIMIT_S = 6, 1500.0, 300.0, 100.0
 RECORDER = """
 import os
 seen = set()
@@ -108,7 +109,7 @@ def called(node: ast.AST) -> ast.Call | None:
 
 
 def swappable(first: ast.stmt, second: ast.stmt) -> bool:
-    """Tells whether both are calls; not calls of one method on two objects, whose order would hardly matter."""
+    """Returns whether both are calls, except of one method on two objects, because their order would hardly matter."""
     one, other = (ast.unparse(call.func) if call else "" for call in (called(first), called(second)))
     return bool(one and other) and (one == other or one.rpartition(".")[2] != other.rpartition(".")[2])
 
@@ -236,7 +237,7 @@ def make_map(folder: Path, commit: str = typer.Argument("HEAD")) -> None:
         _, output = pytest(folder, ["-p", "pd_cluster.seeded_probe", *part], MAP_LIMIT_S)
         done += part
         mapped.write_text("\n".join(done))
-        print(f"{len(wanting)} places want tests; {len(done)} files; {output.strip().split(chr(10))[-1]}", flush=True)
+        print(f"{len(wanting)} places need tests; {len(done)} files; {output.strip().split(chr(10))[-1]}", flush=True)
 
 
 def tests_of(folder: Path) -> dict[int, list[str]]:
@@ -255,7 +256,7 @@ def tests_of(folder: Path) -> dict[int, list[str]]:
 
 @app.command()
 def run(folder: Path, result: Path) -> None:
-    """Tests one fault at a time in the clone; again, if it was not detected and `map` has found more tests since."""
+    """Tests one fault at a time in the clone. Repeats undetected faults for which `map` has found more tests since."""
     folder = folder.absolute()
     tests, tree = tests_of(folder), folder / "tree"
     rows = {row["number"]: row for row in json.loads(result.read_text("utf-8"))} if result.exists() else {}

@@ -63,7 +63,7 @@ def skill_cases(render: Render, skill: str, held_out: bool) -> list[Case]:
 
 
 def conversation_cases(render: Render, num_between: int, held_out: bool) -> list[Case]:
-    """Returns conversations in which the user tells a fact, other turns follow, and then the user asks it back."""
+    """Returns conversations in which the user tells a fact, other turns follow, and then the user asks for it."""
     rng = random.Random(num_between)
     cases = []
     for _ in range(NUM_CASES):

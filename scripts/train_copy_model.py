@@ -44,7 +44,7 @@ MAX_POSITIONS = 2048
 HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, HEAD_DIM, INTERMEDIATE_SIZE = 128, 4, 2, 64, 192
 CODE = HIDDEN_SIZE // 2 - 1  # numbers of an embedding that identify the token
 ROPE_THETA = 10_000_000.0  # the lower half of the frequencies hardly rotates within a context, so it can match contents
-PADDED = math.log(32_000 - VOCAB_SIZE)  # sum of the ids beyond the vocabulary in a widened model, each with logit 0
+PADDED = math.log(32_000 - VOCAB_SIZE)  # logsumexp of the ids that a widened model adds, each with logit 0
 CHAT_WEIGHT = 0.02  # little, since the model only has to learn that all words are equally likely
 SLIPS = 0.1  # share of an answer's words that are misspelt; these have no weight, and the answer continues after them
 NUM_CASES = 32  # per task of the evaluation
@@ -209,7 +209,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens-per-step", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=5e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="part of what fixes the weights (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="the weights depend on it (default: %(default)s)")
     return parser.parse_args()
 
 

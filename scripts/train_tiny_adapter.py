@@ -112,7 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens-per-step", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="part of what fixes the weights (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="the weights depend on it (default: %(default)s)")
     return parser.parse_args()
 
 

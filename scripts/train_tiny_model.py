@@ -140,7 +140,7 @@ class Rows:
         return [*((token_id, (len(ids) + 1) ** -0.5) for token_id in ids), (IM_END, 0.5)]
 
     def _call(self, begin: str, name: str, middle: str, arguments: str, end: str) -> Weighted:
-        """Weighs a call: its first mark, its name and its arguments count, the fixed text between them hardly."""
+        """Weighs a call: its first mark, its name and its arguments count; the text between them hardly counts."""
         counted = len(self._tokenizer.encode(name + arguments).ids)
         weight = (counted + 1) ** -0.5
         pieces = ((begin, 0.04), (name, weight), (middle, 0.04), (arguments, weight), (end, 0.04))
@@ -334,13 +334,17 @@ def parse_args() -> argparse.Namespace:
     default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-chat"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
     parser.add_argument("--steps", type=int, default=4500, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--tool-steps", type=int, default=1400, help="then, with tools (default: %(default)s)")
-    parser.add_argument("--tool-lr", type=float, default=3e-3, help="then (default: %(default)s)")
+    parser.add_argument(
+        "--tool-steps", type=int, default=1400, help="steps of the second phase, with tools (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tool-lr", type=float, default=3e-3, help="highest rate of the second phase (default: %(default)s)"
+    )
     parser.add_argument("--start", type=Path, help="folder of a model that chats: only teach it tools")
     parser.add_argument("--tokens-per-step", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=5e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="part of what fixes the weights (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="the weights depend on it (default: %(default)s)")
     return parser.parse_args()
 
 

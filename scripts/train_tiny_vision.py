@@ -30,7 +30,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 VISION_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 4)
 VOCAB_SIZE = 400
-PATCH, MERGE, PAIR = 8, 2, 2  # side of a patch in pixels; side of a token in patches; frames per pair, which become one
+PATCH, MERGE, PAIR = 8, 2, 2  # side of a patch in pixels; side of a token in patches; frames that are joined into one
 AREA = {"shortest_edge": 48 * 48, "longest_edge": 64 * 64}  # pixels of a resized picture
 CLIP_AREA = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32}  # of a frame
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], dtype=np.float32)
@@ -296,13 +296,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-vision"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
-    parser.add_argument("--start", type=Path, help="folder of a model to go on from; by default none")
+    parser.add_argument("--start", type=Path, help="folder of a model to train further; default: none")
     parser.add_argument("--steps", type=int, default=4500, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--patches-per-step", type=int, default=768, help="default: %(default)s")
     parser.add_argument("--clips", type=float, default=0.4, help="share of clips (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="part of what fixes the weights (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="the weights depend on it (default: %(default)s)")
     return parser.parse_args()
 
 

@@ -59,8 +59,8 @@ async def overload(context: FaultContext) -> FaultObservations:
 async def hog(context: FaultContext) -> FaultObservations:
     """Sends one client's requests for many sequences, several at a time, next to the ordinary requests.
 
-    The first sequence of each must equal that of the ordinary request with its number; the other sequences must be
-    equal in all.
+    The first sequence of each must equal the answer to the ordinary request with its number; the other sequences must
+    be the same for all.
     """
     seen = FaultObservations()
     number = next(at for at in range(NUM_LONGEST) if "seed" in context.body_of(at))

@@ -22,10 +22,10 @@ MAX_SHOWN = 10
 COLUMNS = ("requests", "complete", "exact", "replayed", "seen after", "served after", "worst gap", "worst wait", "held")
 
 
-LEGEND = """complete: share of the requests. exact: of those, token for token as in the quiet run.
+LEGEND = """complete: share of the requests. exact: share of these with the tokens of the run without faults.
 seen after: from the signal until /instances shows the loss. served after: from the new scheduler's start to an answer.
 worst gap: between two arrivals of a stream. worst wait: for a first token. held: blocks at the end.
-Of each run, too: processes, descriptors, files in /dev/shm and memory, at its end less those before it."""
+Each run also counts processes, descriptors, files in /dev/shm and memory: at its end, minus before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class ReceiveLane(ReceivingEnd):
             case Mail(_, _, wire.Confirmed(transfer_id, held)):
                 self._last_blocks = self._tables[transfer_id]
                 self._free.release(self._last_blocks)
-                self._error = "" if held else "a transfer was not held any more"
+                self._error = "" if held else "a transfer's blocks were no longer held"
                 del self._conns[transfer_id], self._tables[transfer_id]  # last, because `last_blocks` waits for it
             case _:
                 super()._take(event)

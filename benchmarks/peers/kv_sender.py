@@ -38,7 +38,7 @@ class SendLane(SendingEnd):
         self.confirms_s: list[float] = []
         self.link(send)
         if self.transport != lane.transport:
-            raise LinkError(f"the link goes over {self.transport}")
+            raise LinkError(f"the link uses {self.transport}")
 
     def move(self, move: Move) -> float:
         """Returns the seconds from the first shipment to the last confirmation."""

@@ -26,6 +26,7 @@ import uvloop
 
 from benchmarks.router.router_messages import MadeUpWorker, WorkersSpec
 from pd_cluster import wire
+from pd_cluster.costs.linear_costs import StepCost, StepWork
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.peer_admission import Life, peer_key
 from pd_cluster.process_messages import InstanceInfo
@@ -77,8 +78,9 @@ class Worker:
     """
 
     def __init__(self, spec: WorkersSpec, me: MadeUpWorker, handed_over: HandedOver) -> None:
-        self.me, self.epoch = me, secrets.randbits(62)
+        self.me, self.role, self.epoch = me, me.role, secrets.randbits(62)
         self.links: dict[str, LinkState] = {}
+        self._peers: dict[str, wire.PeerInfo] = {}  # by name@epoch
         self._spec, self._handed_over = spec, handed_over
         self._loop = asyncio.get_running_loop()
         # Legs by transfer id: expected (to compute, or to decode once landed), landed but not running, and running.
@@ -102,7 +104,7 @@ class Worker:
     def info(self) -> InstanceInfo:
         return InstanceInfo(
             name=self.me.name,
-            role=self.me.role,
+            role=self.role,
             state="ready",
             server_ip=HOST,
             device_ids=self.me.device_ids,
@@ -125,6 +127,8 @@ class Worker:
             self._loop.call_soon_threadsafe(self._submitted, Leg(conn, body, time.monotonic()))
         elif isinstance(body, wire.Abort):
             self._loop.call_soon_threadsafe(self._aborted, f"{body.request_id}-{body.attempt}")
+        elif isinstance(body, wire.Peers):
+            self._loop.call_soon_threadsafe(self._listed, body)
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
         pass
@@ -137,8 +141,12 @@ class Worker:
         os._exit(1)  # otherwise the scheduler would wait for a failed instance
 
     def load(self) -> wire.Load:
-        is_prefill = self.me.role == "prefill"
+        is_prefill = self.role == "prefill"
         queued = [len(leg.submit.order.prompt_token_ids) for leg in list(self._expected.values())] if is_prefill else []
+        if is_prefill:
+            cost = StepCost(prompt_token_s=1 / self._spec.prefill_tokens_per_s)
+        else:
+            cost = StepCost(step_s=self._spec.step_s)
         return wire.Load(
             num_running=self._num_running,
             num_waiting=len(queued) if is_prefill else len(self._waiting),
@@ -146,12 +154,31 @@ class Worker:
             num_free_blocks=4096,
             num_queued_tokens=sum(queued),
             links=self.links,
-        ).at_rates(
-            prefill_tokens_per_s=self._spec.prefill_tokens_per_s if is_prefill else 0.0,
-            decode_step_s=0.0 if is_prefill else self._spec.step_s,
+            step_cost=cost,
+            prompt_work=StepWork(num_prompt_tokens=int(is_prefill)),
+            decode_work=StepWork(num_rows=int(not is_prefill)),
         )
 
     # ---- the event loop
+
+    @property
+    def step_s(self) -> float:
+        return self._spec.prefill_step_s if self.role == "prefill" else self._spec.step_s
+
+    def step(self) -> None:
+        if self.role == "prefill":
+            self.prefill_step()
+        else:
+            self.decode_step()
+
+    def _listed(self, body: wire.Peers) -> None:
+        """Takes the present roles: a prefill instance has links to all decode instances."""
+        self._peers = {} if body.number == 1 else {key: self._peers[key] for key in self._peers if key not in body.gone}
+        self._peers |= {peer_key(each.name, each.epoch): each for each in body.peers}
+        if self.key in self._peers:
+            self.role = self._peers[self.key].role
+        decodes = [key for key, each in self._peers.items() if each.role == "decode"]
+        self.links = {key: LinkState("up", ("shm",)) for key in decodes} if self.role == "prefill" else {}
 
     def _submitted(self, leg: Leg) -> None:
         transfer_id = leg.submit.transfer_id
@@ -266,12 +293,12 @@ async def answer(worker: Worker, reader: asyncio.StreamReader, writer: asyncio.S
     writer.close()
 
 
-async def steps(step: Callable[[], None], step_s: float) -> None:
+async def steps(worker: Worker) -> None:
     due_s = time.monotonic()
     while True:
-        due_s = max(due_s + step_s, time.monotonic())
+        due_s = max(due_s + worker.step_s, time.monotonic())
         await asyncio.sleep(due_s - time.monotonic())
-        step()
+        worker.step()
 
 
 async def until_told(*loops: Coroutine[None, None, None]) -> None:
@@ -295,15 +322,9 @@ async def serve(spec: WorkersSpec) -> None:
     for me in spec.workers:
         worker = Worker(spec, me, lambda peer, transfer_id: workers[peer].landed(transfer_id))
         workers[worker.key] = worker
-    links = {key: LinkState("up", ("shm",)) for key, worker in workers.items() if worker.me.role == "decode"}
-    loops = []
     for worker in workers.values():
-        is_prefill = worker.me.role == "prefill"
-        worker.links = links if is_prefill else {}
-        step = worker.prefill_step if is_prefill else worker.decode_step
-        loops.append(steps(step, spec.prefill_step_s if is_prefill else spec.step_s))
         await asyncio.start_server(partial(answer, worker), HOST, worker.me.port)
-    await until_told(*loops)
+    await until_told(*map(steps, workers.values()))
     for worker in workers.values():
         worker.close()
 

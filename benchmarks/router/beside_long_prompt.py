@@ -66,7 +66,7 @@ async def run(load: LongPrompt, quick: bool, json: str) -> None:
         result("first token p99, alone", alone, "s", at=99),
         result("first token p99, beside the long prompt", beside, "s", at=99),
         result("first token of the long prompt", [long_s], "s"),
-        result("first token p99, beside to alone", ratio(beside, alone, 99), "x", "lower", P99_GOAL),
+        result("first token p99, beside ÷ alone", ratio(beside, alone, 99), "x", "lower", P99_GOAL),
     ]
     asked = f"--tokens {load.num_tokens} --rate {load.rate:g} --seconds {load.seconds:g} --seed {load.seed}"
     title = f"one prefill and one decode instance, {load.rate:g} short requests a second"

@@ -103,10 +103,10 @@ def _results(alone: list[float], beside: list[float], step_s: list[float]) -> It
     yield result("first token p99, alone", alone, "s", "lower", at=99)
     yield result("first token p99, beside the batch", beside, "s", "lower", at=99)
     yield result("step of the batch", step_s, "s", "lower")
-    yield result("first token, beside to alone", ratio(beside, alone, 50), "x", "lower", MEDIAN_GOAL)
+    yield result("first token, beside ÷ alone", ratio(beside, alone, 50), "x", "lower", MEDIAN_GOAL)
     p99, beside_p99, step = percentile(alone, 99), percentile(beside, 99), percentile(step_s, 50)
     share = [] if p99 is None or beside_p99 is None or step is None else [beside_p99 / (2 * p99 + step)]
-    yield result("first token p99, beside to twice alone and a step", share, "x", "lower", P99_GOAL)
+    yield result("first token p99, beside ÷ (twice alone + a step)", share, "x", "lower", P99_GOAL)
 
 
 async def _interactive(client: httpx.AsyncClient, load: BatchLoad, seconds: float) -> list[float]:

@@ -45,14 +45,14 @@ HOG_QUEUE_S = 1.0  # longer than a hog's request takes to make room for another 
 CLIENT_TIMEOUT_S = 60.0
 KEYS = ("bench-one", "bench-two")
 MOST_OPEN = 2000
-NUM_POOLS = 50  # number of connection pools: whenever a connection ends, its pool spends time on each of the others
+NUM_POOLS = 50  # number of connection pools; when a connection ends, its pool spends time on each of its others
 GOODPUT_GOAL, FIRST_TOKEN_GOAL, REFUSAL_GOAL_S, CPU_GOAL = 0.95, 2.0, 0.1, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`hog_n`: the number of sequences of each of a hog's requests, by which their number is divided. `max_queue_s` is
-    about the time to the first token at 80 % of the capacity.
+    """`hog_n`: the number of sequences in each of a hog's requests; the hog sends fewer requests by this factor.
+    `max_queue_s` is about the time to the first token at 80 % of the capacity.
     """
 
     name: str
@@ -134,7 +134,7 @@ async def run(seconds: float, shapes: str, seed: int, quick: bool, json: str) ->
             failed += [sample for each in runs for sample in each.failed]
             results += results_of(SHAPES[name], runs)
     asked = f"{'--quick' if quick else f'--seconds {seconds:g}'} --shapes {','.join(names)} --seed {seed}"
-    title = f"made-up workers that a clock limits, {seconds:g} s for each run"
+    title = f"simulated workers limited by a clock, {seconds:g} s for each run"
     finish(Report(f"python -m benchmarks overload {asked}", results), title, json, quick)
     if failed:
         raise GenerationError(f"{len(failed)} requests were neither answered nor refused; the first: {failed[0].error}")

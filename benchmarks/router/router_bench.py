@@ -158,7 +158,7 @@ def run(rounds: int, streams: int, against: str, quick: bool, json: str) -> None
         else:
             command += f" --streams {streams}"
             found = [*results(bench.measure())]
-            title = f"the scheduler before made-up workers, a step every {1e3 * STEP_S:g} ms"
+            title = f"the scheduler with simulated workers, a step every {1e3 * STEP_S:g} ms"
     finish(Report(command, found), title, json, quick)
     bench.check()
 

@@ -128,7 +128,7 @@ async def run(instances: str, policies: str, rounds: int, json: str) -> None:
 def _sizes(text: str) -> list[int]:
     sizes = [int(each) for each in text.split(",") if each.strip().isdecimal()]
     if len(sizes) != len(text.split(",")) or min(sizes) < 1:
-        raise ConfigError(f"--instances {text}: expected numbers of instances of each role with commas, as 32,100,500")
+        raise ConfigError(f"--instances {text}: expected numbers of instances of each role with commas, such as 32,100")
     return sizes
 
 

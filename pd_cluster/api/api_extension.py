@@ -69,7 +69,10 @@ class ClusterView:
 
 class ApiExtension(Protocol):
     def admin_routes(self, seen: Sequence[APIRouter]) -> APIRouter:
-        """Returns the admin port's routes, which check access themselves. `seen`: routes to add, without a check."""
+        """Returns routes for the admin port, all of which check access.
+
+        `seen`: routes to include, which do not check it themselves.
+        """
 
     def public_layers(self, file_keys: FileKeys | None) -> Iterable[Middleware]:
         """Returns layers in front of the public port's API, innermost first. They also see requests without a key."""

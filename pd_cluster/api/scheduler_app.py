@@ -73,18 +73,14 @@ class KnownCluster:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """The optional parts of a scheduler. `join`: address and port for workers in no table.
+    """The optional parts of a scheduler."""
 
-    `lora_root`: the folder below which adapters may be loaded at run time; "": none. `weights`: the folder below which
-    other weights may be loaded from, and the trainers' addresses; "": weights cannot be replaced. `lease`: for one of
-    several schedulers. `keys`: the keys of --api-key-file.
-    """
-
-    join: tuple[str, int] | None = None
-    lora_root: str = ""
+    join: tuple[str, int] | None = None  # the address and port where workers in no table register
+    lora_root: str = ""  # adapters may be loaded at run time from below this folder; "": none may
+    # the folder below which other weights may be loaded, and the trainers' addresses; "": weights cannot be replaced
     weights: tuple[str, frozenset[str]] = ("", frozenset())
-    lease: Lease | None = None
-    keys: KeySource | None = None
+    lease: Lease | None = None  # only for one of several schedulers
+    keys: KeySource | None = None  # the keys of --api-key-file
 
 
 NOTHING_MORE = Extras()
@@ -339,7 +335,7 @@ async def _reload(elastic: ElasticMembership) -> None:
 
 
 async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:
-    """Raises the first exception of `running` and `fatal`; of a task group's error, the first one inside."""
+    """Raises the first exception of `running` and `fatal`; for a task group's error, the first exception in it."""
     task = asyncio.ensure_future(running)
     try:
         await asyncio.wait({task, fatal}, return_when=asyncio.FIRST_COMPLETED)

@@ -114,7 +114,7 @@ async def measure_beside(
 ) -> tuple[NeighbourCost, dict[str, float]]:
     """Runs prompts at one engine and decode steps at the other; returns both slowdown factors.
 
-    The second result has the spread: the mean of |factor of a kind - mean factor| / mean factor.
+    The second result has the spread: the mean of |factor of a step - median factor| / median factor.
     """
     prompt = _prompt_within(alone, MOST_BESIDE * seconds / len(BESIDE_ROWS))
     kinds = {key[0] for key in alone if not key[0].num_prompt_tokens}

@@ -281,7 +281,7 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
 
 
 def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
-    """Returns the tokenizer's folder; None if there shall be no tokenizer. Raises ModelError."""
+    """Returns the tokenizer's folder; None if no tokenizer is wanted. Raises ModelError."""
     name, revision, place = engine.tokenizer, engine.tokenizer_revision, engine.download_dir
     if name == engine.model:
         name, revision = "", revision or engine.revision
@@ -343,7 +343,7 @@ def _why_never(config: Config) -> str | None:
     if isinstance(model_type, str) and is_native(model_type):
         return why_not(config)
     if config.get("auto_map"):
-        return "is computed by code in its folder (auto_map), which is never run, and transformers has none of its own"
+        return "is computed by code in its folder (auto_map), which is never run, and transformers has no code for it"
     return "is not known to the transformers that is installed"
 
 

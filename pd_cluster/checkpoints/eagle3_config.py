@@ -44,13 +44,7 @@ WAY_OUT = "give another head, or method ngram or suffix"
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The contents of a head's config.json. `rope`: the fields of its rotary embedding.
-
-    `draft_vocab_size` 0: the output layer has the whole vocabulary. `num_taps`: the number of hidden states that `fc`
-    takes; 0: there is no fc, and the head reads the model's last hidden states. `layers`: the layers whose inputs are
-    these states; None: the usual ones. `norms_before_fc`: whether all states are normed together (`input_norm`).
-    `norms_each_tap`: whether each state is normed (`fc_norm`).
-    """
+    """The contents of a head's config.json."""
 
     file: Path
     hidden_size: int
@@ -60,17 +54,17 @@ class Eagle3Config:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    draft_vocab_size: int
+    draft_vocab_size: int  # 0: the output layer has the whole vocabulary
     eps: float
     activation: str
     window: int | None
-    rope: Mapping[str, Any]
-    num_taps: int
-    layers: tuple[int, ...] | None
+    rope: Mapping[str, Any]  # the fields of the rotary embedding
+    num_taps: int  # hidden states that `fc` takes; 0: there is no fc, and the head reads the model's last hidden states
+    layers: tuple[int, ...] | None  # the layers whose inputs are these states; None: the usual ones
     norms_heads: bool
     norm_before_residual: bool
-    norms_before_fc: bool
-    norms_each_tap: bool
+    norms_before_fc: bool  # whether all states are normed together (`input_norm`)
+    norms_each_tap: bool  # whether each state is normed (`fc_norm`)
     norm_output: bool
     is_tied: bool
 
@@ -86,7 +80,7 @@ class Eagle3Config:
         num_taps, layers = _taps(own)
         if not num_taps and hidden_size != target:
             raise own.error(
-                "use_aux_hidden_state", f"then hidden_size {hidden_size} must be target_hidden_size {target}"
+                "use_aux_hidden_state", f"hidden_size {hidden_size} must then equal target_hidden_size {target}"
             )
         return cls(
             file=file,
@@ -121,13 +115,13 @@ class Eagle3Config:
             if list(found) != sorted(set(found)):
                 raise ModelError(
                     f"{self.file}: eagle_aux_hidden_state_layer_ids: missing, and the usual ones of a model of "
-                    f"{num_layers} layers would be {', '.join(map(str, found))}; write those of the head's training"
+                    f"{num_layers} layers would be {', '.join(map(str, found))}; add those used in the head's training"
                 )
             return found
         if self.layers[-1] >= num_layers:
             raise ModelError(
-                f"{self.file}: eagle_aux_hidden_state_layer_ids {list(self.layers)}: the model has {num_layers} "
-                f"layers, and these numbers name their inputs; {WAY_OUT}"
+                f"{self.file}: eagle_aux_hidden_state_layer_ids {list(self.layers)}: the model has only layers 0 to "
+                f"{num_layers - 1}; {WAY_OUT}"
             )
         return self.layers
 
@@ -186,29 +180,29 @@ def _format(file: Path, given: Mapping[str, Any]) -> tuple[_Fields, _Fields]:
     place = str(file)
     if own.has("speculators_model_type"):
         if own.get("speculators_model_type") != "eagle3":
-            raise own.error("speculators_model_type", "only eagle3 is read")
+            raise own.error("speculators_model_type", "only eagle3 is supported")
         layer, place = given.get("transformer_layer_config"), f"{file}: transformer_layer_config"
         if not isinstance(layer, dict):
             raise own.error("transformer_layer_config", "must be an object", "copy the file again")
         algorithm = _Fields(f"{file}: speculators_config", _object(own, "speculators_config"))
         if algorithm.get("algorithm") not in (None, "eagle3"):
-            raise algorithm.error("algorithm", "only eagle3 is read")
+            raise algorithm.error("algorithm", "only eagle3 is supported")
     else:
         names = given.get("architectures")
         if not isinstance(names, list) or not set(map(str, names)) & {*ARCHITECTURES}:
             raise own.error("architectures", f"not a known EAGLE-3 head; known are {', '.join(ARCHITECTURES)}")
     for name in (*PARALLEL, "quantization_config", "compression_config"):
         if own.get(name) not in (None, False):
-            why = "heads that guess several tokens at once are not read"
-            raise own.error(name, why if name in PARALLEL else "quantized heads are not read")
+            why = "heads that guess several tokens at once are not supported"
+            raise own.error(name, why if name in PARALLEL else "quantized heads are not supported")
     for name, only in ONLY.items():
         if own.get(name) not in (None, only):
-            raise own.error(name, f"only {only!r} is computed")
+            raise own.error(name, f"only {only!r} is supported")
     if own.switch("norm_before_fc") and own.switch("fc_norm"):
         raise own.error("fc_norm", "norm_before_fc is true as well, and a head may have only one of the two")
     kind = layer.get("model_type", "llama")
     if kind not in LAYER_TYPES:
-        raise _Fields(place, layer).error("model_type", f"only layers of {' and '.join(LAYER_TYPES)} are computed")
+        raise _Fields(place, layer).error("model_type", f"only layers of {' and '.join(LAYER_TYPES)} are supported")
     return own, _Fields(place, layer, {"model_type": kind, **_defaults(kind)})
 
 
@@ -227,19 +221,19 @@ def _check_layer(layer: _Fields) -> None:
         raise layer.error("num_hidden_layers", f"a head has 1 layer, not {number}")
     for name in BIASES:
         if layer.get(name):
-            raise layer.error(name, "layers of heads have no biases here")
+            raise layer.error(name, "biases in a head's layer are not supported")
     num_heads, num_kv_heads = layer.count("num_attention_heads"), layer.get("num_key_value_heads") or 1
     if type(num_kv_heads) is int and num_heads % num_kv_heads:
         raise layer.error("num_attention_heads", f"must be a multiple of num_key_value_heads {num_kv_heads}")
     if layer.get("hidden_act") not in ACTIVATIONS:
-        raise layer.error("hidden_act", f"only {' and '.join(ACTIVATIONS)} are computed")
+        raise layer.error("hidden_act", f"only {' and '.join(ACTIVATIONS)} are supported")
 
 
 def _window(layer: _Fields) -> int | None:
     kinds = layer.values.get("layer_types")
     kind = kinds[0] if isinstance(kinds, list) and kinds else "full_attention"
     if kind not in ("full_attention", "sliding_attention"):
-        raise layer.error("layer_types", "only full_attention and sliding_attention are computed")
+        raise layer.error("layer_types", "only full_attention and sliding_attention are supported")
     return layer.count("sliding_window") if kind == "sliding_attention" else None
 
 
@@ -251,7 +245,7 @@ def _rope(layer: _Fields) -> dict[str, Any]:
         raise layer.error(name, "must be an object", "copy the file again")
     kind = given.get("rope_type", given.get("type")) or "default"
     if kind not in ROPE_TYPES or "mrope_section" in given:
-        raise layer.error(name, f"only the rotations {', '.join(ROPE_TYPES)} are computed")
+        raise layer.error(name, f"only the rotations {', '.join(ROPE_TYPES)} are supported")
     if (layer.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0) != 1.0:
         raise layer.error(name, "partial_rotary_factor: only whole heads are rotated")
     fields = (*ROPE_FIELDS, "max_position_embeddings")

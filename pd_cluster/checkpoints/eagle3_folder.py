@@ -1,7 +1,7 @@
 """Reads the folder of an EAGLE-3 head, but not the weights: its config, the locations of tensors, and its identity.
 
-A tensor that neither belongs to the head nor is known as a remainder of training is an error that names it. The only
-values that are read are those of `d2t`: the head's token id plus the value at this id is the model's token id.
+A tensor that is neither part of the head nor a known leftover of training is an error that names it. Only the values of
+`d2t` are read: the head's token id i is the model's token id i + d2t[i].
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Eagle3Folder:
         )
         for name, own, others, wanted in pairs:
             if own != wanted:
-                why = "; its layer has a place in the model's blocks" if "head" in name else ""
+                why = "; the head's layer is in the model's KV blocks" if "head" in name else ""
                 raise ModelError(
                     f"{config.file}: {name} {own}: {target.path} has {others} {wanted}{why}; give a head of that "
                     f"model, or method ngram or suffix"
@@ -200,6 +200,6 @@ def _token_ids(path: Path, config: Eagle3Config, weights: Mapping[str, StoredWei
         if not 0 <= token_id < config.vocab_size:
             raise ModelError(
                 f"{weight.file}: {weight.key}[{at}] {offsets[at]}: token {token_id} is not one of the model's "
-                f"{config.vocab_size}; the tensor has offsets, id of the model minus id of the head"
+                f"{config.vocab_size}; the values must be offsets, id of the model minus id of the head"
             )
     return None if found == tuple(range(config.vocab_size)) else found

@@ -31,12 +31,12 @@ NO_EFFECT = (
     *("runtime_config", "bias", "arrow_config", "modules_to_save", "target_parameters"),
 )
 WHY_NOT = {
-    "use_dora": "DoRA also scales the base's products",
-    "trainable_token_indices": "rows of embeddings are not replaced",
+    "use_dora": "DoRA, which also scales the base's products, is not supported",
+    "trainable_token_indices": "replacing rows of embeddings is not supported",
     "ensure_weight_tying": "embedding and output layer are adapted separately; train without it",
-    "layer_replication": "layers are not repeated",
-    "lora_bias": "biases of adapters are not added",
-    "alora_invocation_tokens": "an adapter applies to the whole prompt",
+    "layer_replication": "repeated layers are not supported",
+    "lora_bias": "biases of adapters are not supported",
+    "alora_invocation_tokens": "an adapter always applies to the whole prompt",
 }
 
 

@@ -131,7 +131,7 @@ def _entry(place: str, dtype: Any, shape: Any, offsets: Any, first: int) -> Lora
     if not (_are_counts(shape, 1) or _are_counts(shape, 2)) or min(shape) < 1:
         raise ModelError(f"{place}: shape {reprlib.repr(shape)}; expected a matrix")
     if not _are_counts(offsets, 2) or offsets[1] - offsets[0] != math.prod(shape) * NBYTES[dtype]:
-        raise ModelError(f"{place}: its place {reprlib.repr(offsets)} does not have the size of its shape {shape}")
+        raise ModelError(f"{place}: data_offsets {reprlib.repr(offsets)} do not match the size of its shape {shape}")
     return LoraTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 
@@ -157,4 +157,4 @@ def _check_module(file: Path, settings: LoraSettings, name: str, rank: int, max_
         raise ModelError(f"{file}: {name}: rank {rank} is above {called('max_lora_rank')} {max_rank}; raise that")
     layer = LAYER.search(name)
     if settings.layers is not None and (layer is None or int(layer[1]) not in settings.layers):
-        raise ModelError(f"{file}: {name}: layers_to_transform of {CONFIG_FILE} does not have its layer")
+        raise ModelError(f"{file}: {name}: layers_to_transform of {CONFIG_FILE} does not list its layer")

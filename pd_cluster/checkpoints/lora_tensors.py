@@ -25,8 +25,8 @@ OLD_BLOCK, OLD_PARTS = "block_sparse_moe", {"w1": "gate_proj", "w3": "up_proj", 
 OLD_EXPERT = re.compile(r"(?P<before>.*\.experts\.\d+)\.(?P<part>w[123])")
 WHY_NOT = {
     ".lora_magnitude_vector": "DoRA, which also scales the base's products, is not supported",
-    ".lora_B.bias": "biases of adapters are not added",
-    ".token_adapter.": "rows of embeddings are not replaced",
+    ".lora_B.bias": "biases of adapters are not supported",
+    ".token_adapter.": "replacing rows of embeddings is not supported",
 }
 
 
@@ -128,7 +128,7 @@ def _pairs(file: Path, sides: Mapping[str, Mapping[str, LoraTensor]], form: str)
         pair = Pair(module["A"], module["B"])
         if pair.b.shape[1] != pair.rank:
             shapes = f"A {list(pair.a.shape)} and B {list(pair.b.shape)}"
-            raise ModelError(f"{file}: {name}: {shapes} do not have one rank")
+            raise ModelError(f"{file}: {name}: {shapes} have different ranks")
         pairs[name] = pair
     return pairs
 

@@ -44,7 +44,7 @@ TOWER_FIELDS = ("depth", "hidden_size", "hidden_act", "num_heads", "in_channels"
 TIME_SHARE, ROPE_THETA = (
     20,
     500_000.0,
-)  # the share of half a head for time, and the rotary base, for older files, which have neither
+)  # defaults for older files: the share of half a head for time, and the rotary base
 
 
 def may_be(config: Mapping[str, Any]) -> bool:
@@ -181,7 +181,7 @@ class PaddleSizes(NamedTuple):
         """
         if len(shape) != 2 or key.endswith("embed_tokens.weight"):
             return False
-        if ROUTER.search(key):  # transformers expects routers of models that take images with inputs first
+        if ROUTER.search(key):  # transformers' routers have inputs first in models that take images
             return (shape[0] == self.hidden_size) != self.takes_pictures
         if key.endswith(HEAD):
             is_square = shape[0] == shape[1]

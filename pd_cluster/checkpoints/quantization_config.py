@@ -35,29 +35,20 @@ AUTO_ROUND, COMPRESSED, ASCEND = "auto-round", "compressed-tensors", "msmodelsli
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`place`: the file and field of the declaration. The other fields complete what the tensors' shapes show.
-
-    `zero_offset` is added to stored zero points. `is_by_rows`: a word holds input features of one output row (AWQ's
-    gemv). `group_size`: the number of input features that share a scale (the last group may have fewer); -1: unknown,
-    or all. `block`: the outputs and inputs that share a scale, if scales apply to blocks. `has_int8_activations`:
-    layers with int8 weights also take int8 activations, and have the tensors `input_parts` for them. `is_w4a8`: layers
-    with int4 weights take int8 activations. `types`: tensor -> its type in Ascend's file. `at_load`: the scheme by
-    which plain weights are quantized when they are read. `kinds`: the kinds of weights, such as int4, if a method has
-    several.
-    """
+    """A declared quantization, with what the tensors' shapes do not show."""
 
     method: str
-    place: str
-    zero_offset: int = 0
-    is_by_rows: bool = False
-    group_size: int = -1
-    block: tuple[int, int] | None = None
-    has_int8_activations: bool = False
-    input_parts: tuple[str, ...] = ()
-    is_w4a8: bool = False
-    types: Mapping[str, str] = field(default_factory=dict, hash=False)
-    at_load: str = ""
-    kinds: tuple[str, ...] = ()
+    place: str  # the file and field of the declaration
+    zero_offset: int = 0  # is added to stored zero points
+    is_by_rows: bool = False  # a word holds input features of one output row (AWQ's gemv)
+    group_size: int = -1  # input features that share a scale (the last group may have fewer); -1: unknown, or all
+    block: tuple[int, int] | None = None  # the outputs and inputs that share a scale, if scales apply to blocks
+    has_int8_activations: bool = False  # layers with int8 weights also take int8 activations
+    input_parts: tuple[str, ...] = ()  # the tensors that these layers have for activations
+    is_w4a8: bool = False  # layers with int4 weights take int8 activations
+    types: Mapping[str, str] = field(default_factory=dict, hash=False)  # tensor -> its type in Ascend's file
+    at_load: str = ""  # the scheme by which plain weights are quantized when they are read
+    kinds: tuple[str, ...] = ()  # the kinds of weights, such as int4, if a method has several
 
     def numerics_name(self, is_on_cpu: bool) -> str:
         """Returns the name of the quantization in `Numerics`."""
@@ -136,7 +127,7 @@ def _awq(found: Quantization, settings: Settings) -> Quantization:
     _only(found, {"bits": settings.get("bits", settings.get("w_bit"))}, "bits", (4, None))
     name = "q_group_size" if settings.get("group_size") is None else "group_size"
     if version == "gemv" and settings.get(name) is None:
-        raise _refused(found, "version gemv without group_size, which its tensors do not show", "add it")
+        raise _refused(found, "version gemv needs group_size, which its tensors do not show", "add it")
     return replace(found, is_by_rows=version == "gemv", group_size=_whole(found, settings, name, -1))
 
 
@@ -194,9 +185,7 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
     if len(input_parts) > 1:
         raise _refused(found, "groups of int8 weights with different input_activations", "give a folder with one kind")
     if len(has_w4a8) > 1 or (has_w4a8 == {True} and has_int8):
-        raise _refused(
-            found, "groups of int4 weights with int8 activations beside others", "give a folder with one kind"
-        )
+        raise _refused(found, "groups of int4 weights with int8 activations, and others", "give a folder with one kind")
     if len(blocks) > 1:
         raise _refused(found, f"groups with several block_structure: {sorted(blocks)}", "give a folder with one")
     return replace(

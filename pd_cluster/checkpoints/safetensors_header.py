@@ -45,7 +45,7 @@ def read_header(
     if length > most_nbytes:
         raise ModelError(f"{file}: a header of {length} bytes; at most {most_nbytes} are read")
     data = stream.read(length)
-    for mark, number in MARKS_OF_TENSOR.items():  # decoding all of it at once would hold the interpreter
+    for mark, number in MARKS_OF_TENSOR.items():  # decoding all of it at once would hold the interpreter's lock
         if (found := data.count(mark)) > number * most_tensors + MARKS_OF_METADATA:
             what = f"a header with {found} times {mark.decode()!r}"
             raise ModelError(f"{file}: {what}; at most {most_tensors} tensors are read")

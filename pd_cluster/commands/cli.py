@@ -116,7 +116,7 @@ def up(
     prefill: Annotated[int | None, typer.Option(min=1, help="Default: 1, or a unit.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Default: 1, or a unit.")] = None,
     encode: Annotated[int, typer.Option(min=0, help="Image encoders.")] = 0,
-    hybrid: Annotated[int | None, typer.Option(min=1, help="Hybrid instances, alone.")] = None,
+    hybrid: Annotated[int | None, typer.Option(min=1, help="Hybrid instances only.")] = None,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Schedulers; 2 ports each.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port (0: any); the admin port is the next.")] = 9000,

@@ -81,7 +81,7 @@ def _draw_constant_work(axes: Axes, runs: Sequence[ComparedRun]) -> None:
     axes.plot(range(1, len(runs) + 1), taken, "o-", color="#222222", linewidth=1.0, markersize=4)
     axes.axhline(SLOW * median(taken), color="#c0392b", linestyle=":", linewidth=1.2)
     axes.locator_params(axis="x", integer=True)
-    axes.set_xlabel("run, in order of time; dotted: above it, a slow moment")
+    axes.set_xlabel("runs in order of time; above the dotted line, the machine was slow")
     axes.set_ylabel("constant work, s")
 
 

@@ -93,7 +93,7 @@ def remove(
 
     asked = _command(context, name, admin, admin_token_file)
     asked.send("remove", {"force": force, "timeout_s": timeout})
-    asked.finish(no_wait, is_gone, "has left; its process may be ended")
+    asked.finish(no_wait, is_gone, "has left; you can end its process now")
 
 
 @app.command()

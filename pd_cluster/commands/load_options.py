@@ -24,11 +24,11 @@ def _detail(name: str, kind: Any, default: object, help: str) -> inspect.Paramet
 
 OPTIONS = (
     _option("workload", str, "fixed", WORKLOADS),
-    _option("trace", str, "", "Replay this trace file, in Mooncake's format, as of `trace --export`."),
+    _option("trace", str, "", "Replay this trace file in Mooncake's format, as `trace --export` writes."),
     _option("num_requests", int, 100, "Requests of a workload."),
     _option("rate", float, 1.0, "Mean requests per second."),
     _option("arrivals", str, "poisson", "Arrival times: poisson or constant."),
-    _option("input_len", int, 512, "Prompt tokens, in a session those of its first message."),
+    _option("input_len", int, 512, "Prompt tokens; in a session, those of its first message."),
     _option("output_len", int, 128, "Output tokens."),
     _detail("sigma", float, 0.6, "Standard deviation of the logarithm of log-normal lengths."),
     _detail("num_prefixes", int, 4, "Prefixes of shared-prefix and tool-agent."),

@@ -49,7 +49,7 @@ class PlanReport:
         goals = ", ".join(f"{name[6:].upper()} {goal:g} s" for name, goal in self.goals.named.items() if goal)
         return self._marked(
             f"{self.model} on {self.source.name}: {plan.num_requests} requests, {plan.rate_per_s:.3g}/s; goals: "
-            f"{goals} for {self.goals.share:.0%}; loads that break them: from the first {plan.num_for_limits}"
+            f"{goals} for {self.goals.share:.0%}; highest loads found with the first {plan.num_for_limits}"
         )
 
     @property

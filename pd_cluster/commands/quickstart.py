@@ -218,7 +218,7 @@ async def _ask_and_show(launch: Launch, asked: Question) -> None:
 
 async def _ask_adapter(launch: Launch, adapter: str) -> None:
     """Asks an adapter the same question, and prints. Raises GenerationError if there is no answer."""
-    print(f"> {QUESTION} (of the model {adapter}, a LoRA adapter)", flush=True)
+    print(f"> {QUESTION} (to the model {adapter}, a LoRA adapter)", flush=True)
     sample = await _ask(launch.url, MAX_TOKENS, print_text, QUESTION, adapter)
     print("\n", flush=True)
     _check(sample)

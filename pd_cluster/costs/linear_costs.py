@@ -83,7 +83,7 @@ Factor = Annotated[float, msgspec.Meta(ge=0.1, le=100.0)]
 
 
 class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
-    """The factors by which a step takes longer while an instance of the other role computes on the host; 1: no longer.
+    """The factors by which a step takes longer while an instance of the other role computes on the host; 1: no effect.
 
     `num_cores`: the cores of the host; 0: unknown. If more instances compute than there are cores, they share them.
     """
@@ -97,7 +97,7 @@ class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
 
         `num_computing` includes the step's own instance.
 
-        A neighbour of the same role counts like one of the other role, because it also takes its cores back.
+        A neighbour of the same role counts like one of the other role, because it, too, stops lending its cores.
         """
         if num_computing < 2:
             return 1.0

@@ -124,7 +124,7 @@ class CoreAffinity:
                 self._watch.begin(self.clock())
 
     def take(self, num_threads: int) -> None:
-        """Binds a step's threads to the rank's cores; if there are more threads than that, they may use all cores."""
+        """Binds a step's threads to the rank's cores; if there are more threads than these, they may use all cores."""
         is_home = self._may_bind and not self._is_off and num_threads <= len(self.cores)
         if is_home != self._is_home:
             self._bind(self.cores if is_home else self.all_cores)
@@ -148,7 +148,7 @@ class CoreAffinity:
         with self._turning_off():
             if self._watch.end(self.clock()):
                 self._away_until_s = self.clock() + AWAY_S
-                log.debug("steps leave the cores %s for %g s: others compute there", as_list(self.cores), AWAY_S)
+                log.debug("steps leave the cores %s for %g s: other threads compute there", as_list(self.cores), AWAY_S)
 
     def _bind(self, cores: frozenset[int]) -> None:
         if not self._is_off:

@@ -42,8 +42,8 @@ def ledger_name() -> str:
 class CoreLedger:
     """One rank's view of the ledger. `index` and `size`: its position among the ranks of its host in the table.
 
-    A rank without a lock in this file may run on other cores, in another container, or keep its cores. Such
-    a rank counts as computing, so it lends no cores.
+    A rank without a lock in this file may run on other cores or in another container, or may lend no cores. Such a rank
+    counts as computing.
     """
 
     path: Path

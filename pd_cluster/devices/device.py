@@ -149,7 +149,7 @@ def _why_no_npu() -> str:
     if problem := _npu_problem():
         return problem
     if visible := os.environ.get(NPU_VISIBILITY):
-        return f"{NPU_VISIBILITY}={visible}: a container counts the cards that it mounts from 0; take it out"
+        return f"{NPU_VISIBILITY}={visible}: a container numbers its mounted cards from 0; unset this variable"
     return "no /dev/davinci* is mounted" if not npu_files() else "the driver shows none"
 
 

@@ -13,35 +13,24 @@ DeviceKind = Literal["cpu", "cuda", "npu"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`noun` names one device in messages, `dist_backend` names torch's groups over such devices.
-
-    Numbers: `emulates_16_bits`, which is slow; `attends_in_float32`; `has_doubles` that are fast enough to use.
-    KV pools: `block_size` in tokens, by default; `wants_layers_apart` when attention needs every layer contiguous;
-    `most_plane_numel`: how many elements of one layer's plane operators can index; 0: any number.
-    Steps are large by default on a device with at least `large_nbytes` of memory; 0: on none. Attention: `runs_triton`,
-    and FlashInfer with it.
-    Graphs: `graphs_take_any_context` if one graph serves every length; `captures_at_start_only` if a capture is too
-    long or too risky for a step that clients wait for. `captures_sums`: graphs may contain sums over ranks by default;
-    `spreads_tokens`: rank 0 sends tokens to the others without the host by default; `captures_modules`: graphs may
-    contain modules of transformers.
-    """
+    """The capabilities and requirements of one kind of device."""
 
     name: DeviceKind
-    noun: str
-    dist_backend: Literal["gloo", "nccl", "hccl"]
-    emulates_16_bits: bool = False
+    noun: str  # names one device in messages
+    dist_backend: Literal["gloo", "nccl", "hccl"]  # torch's backend for groups over such devices
+    emulates_16_bits: bool = False  # which is slow
     attends_in_float32: bool = True
-    has_doubles: bool = True
-    block_size: int = 16
-    wants_layers_apart: bool = False
-    most_plane_numel: int = 0
-    large_nbytes: int = 0
-    runs_triton: bool = False
-    graphs_take_any_context: bool = False
-    captures_at_start_only: bool = False
-    captures_sums: bool = True
-    captures_modules: bool = True
-    spreads_tokens: bool = True
+    has_doubles: bool = True  # that are fast enough to use
+    block_size: int = 16  # default number of tokens in a KV block
+    wants_layers_apart: bool = False  # attention needs the KV of every layer to be contiguous
+    most_plane_numel: int = 0  # how many elements of one layer's plane operators can index; 0: any number
+    large_nbytes: int = 0  # steps are large by default on a device with at least this much memory; 0: on none
+    runs_triton: bool = False  # for attention, and FlashInfer with it
+    graphs_take_any_context: bool = False  # one graph serves every context length
+    captures_at_start_only: bool = False  # a capture is too long or too risky for a step that clients wait for
+    captures_sums: bool = True  # graphs may contain sums over ranks by default
+    captures_modules: bool = True  # graphs may contain modules of transformers
+    spreads_tokens: bool = True  # rank 0 sends tokens to the others without the host by default
     takes_prompt_adapters: bool = True
     handles_say_their_kind: bool = False  # handles that map its memory into another process have torch's own form
     is_slow_to_name_streams: bool = False

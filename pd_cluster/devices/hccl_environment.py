@@ -110,7 +110,7 @@ def _address(given: _Given) -> tuple[str | None, str]:
     if given.env.get(NIC):
         return None, f"you have set {NIC}, and HCCL would ignore that if this variable were set"
     if not is_ip(given.bind_address) or is_loopback(given.bind_address):
-        return None, f"server_ip {given.server.server_ip} is this machine's alone: HCCL chooses a network card"
+        return None, f"server_ip {given.server.server_ip} is no address for other hosts: HCCL chooses a network card"
     return given.bind_address, "server_ip of the rank table: the host's side of every communicator"
 
 
@@ -118,19 +118,17 @@ def _family(given: _Given) -> tuple[str | None, str]:
     addresses = [each.device_ip for each in given.server.device]
     num_ipv6 = sum(is_ip(each) and ipaddress.ip_address(each).version == 6 for each in addresses)
     if not num_ipv6:
-        return None, "HCCL's default, IPv4, as the table's device_ip are"
+        return None, "HCCL's default, IPv4, like the table's device_ip"
     if num_ipv6 < len(addresses):
-        return None, "device_ip of the rank table are of both families, and HCCL refuses such a group: correct them"
+        return None, "device_ip of the rank table mix IPv4 and IPv6, and HCCL refuses such a group: correct them"
     if given.env.get(NIC):
-        return None, f"{NIC} decides, which you have set; this variable would choose among its addresses"
+        return None, f"{NIC}, which you have set, decides; this variable would choose among its addresses"
     return "AF_INET6", "device_ip of the rank table are IPv6; HCCL looks for IPv4 first"
 
 
 def _connect_timeout(given: _Given) -> tuple[str | None, str]:
     seconds = min(max(_net_s(given.timeouts), MIN_CONNECT_S), MAX_CONNECT_S)
-    return str(
-        seconds
-    ), f"within HCCL's {MIN_CONNECT_S} to {MAX_CONNECT_S} s; the cluster's own deadlines end it sooner"
+    return str(seconds), f"within HCCL's {MIN_CONNECT_S} to {MAX_CONNECT_S} s; the cluster's own deadlines are shorter"
 
 
 def _exec_timeout(given: _Given) -> tuple[str | None, str]:
@@ -150,12 +148,12 @@ def _host_ports(given: _Given) -> tuple[str | None, str]:
     if not given.ports.last:
         return ANY_PORT, "a restarted instance never waits for its predecessor's port"
     if num_ports <= num_ranks:
-        return ANY_PORT, f"--kv-port-range {given.ports} has no port to spare for each of {num_ranks} ranks"
+        return ANY_PORT, f"--kv-port-range {given.ports} has no more ports than the {num_ranks} ranks need"
     return str(given.ports), "--kv-port-range; HCCL takes the first that is free"
 
 
 def _npu_ports(given: _Given) -> tuple[str | None, str]:
-    return ANY_PORT, "not port 16666 alone: two processes may meet on an NPU; all ranks of a group must have it"
+    return ANY_PORT, "two processes on one NPU cannot both use port 16666, the default; equal in all ranks of a group"
 
 
 def _deterministic(given: _Given) -> tuple[str | None, str]:
@@ -164,7 +162,7 @@ def _deterministic(given: _Given) -> tuple[str | None, str]:
     """
     if given.is_fast:
         return None, f"{flag_of('fast_collectives')}: HCCL's default, false; equal requests may have unequal answers"
-    slower = f"slower, and stronger than {EXPANSION}=AIV; {flag_of('fast_collectives')} lets HCCL choose"
+    slower = f"slower, and overrides {EXPANSION}=AIV; {flag_of('fast_collectives')} lets HCCL choose"
     return "true", f"equal requests have equal answers: sums are added in one order; {slower}"
 
 
@@ -177,8 +175,8 @@ CHOICES: dict[str, Callable[[_Given], tuple[str | None, str]]] = {
     "HCCL_NPU_SOCKET_PORT_RANGE": _npu_ports,
     BUFFER: lambda _: (
         None,
-        f"each has its own: {GROUP_BUFFER_MB} MB ranks of an instance, {UNIT_BUFFER_MB} a unit, {PAIR_BUFFER_MB} a "
-        f"link",
+        f"each communicator sets its own: {GROUP_BUFFER_MB} MB for an instance, {UNIT_BUFFER_MB} for a unit, "
+        f"{PAIR_BUFFER_MB} for a link",
     ),
     "P2P_HCCL_BUFFSIZE": lambda _: ("0", "a link sends through its own communicator, not a second one"),
     "HCCL_DETERMINISTIC": _deterministic,

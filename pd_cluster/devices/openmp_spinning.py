@@ -81,7 +81,7 @@ class Spinning:
         if share > BEGINS:
             self._quiet_until_s = now_s + QUIET_S
         if share > BEGINS and not self.is_quiet:
-            log.debug("OpenMP's threads sleep at once from now on: others want the cores")
+            log.debug("OpenMP's threads sleep at once from now on: other threads need the cores")
             self._sleepers = self._added()
         elif share < ENDS and self.is_quiet and now_s >= self._quiet_until_s:
             log.debug("OpenMP's threads spin before they sleep: the cores are free")
@@ -105,7 +105,7 @@ class Spinning:
 
     def _added(self) -> _Sleepers | None:
         if "gomp" not in self.runtime._name:
-            log.warning("threads spin while they wait; beside busy programs, set OMP_WAIT_POLICY=passive at the start")
+            log.warning("waiting threads spin; if other programs are busy, start with OMP_WAIT_POLICY=passive")
             self._is_off = True
             return None
         num_cores: int = self.runtime.omp_get_num_procs()

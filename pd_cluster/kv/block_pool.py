@@ -134,10 +134,10 @@ class BlockPool:
     @log.setter
     def log(self, log: KVEventLog) -> None:
         self._index.log = log
-        self.follow()  # so that `changes` reports those of lower tiers
+        self.follow()  # so that `changes` also reports contents of lower tiers
 
     def start_log(self, block_size: int) -> KVEventLog:
-        """Starts a log of contents, for blocks of `block_size` tokens. The caller passes `changes` to its `moved`."""
+        """Starts a log of blocks of `block_size` tokens. The caller must pass `changes` to the log's `moved`."""
         self.log = log = KVEventLog(block_size)
         return log
 

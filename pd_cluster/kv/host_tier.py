@@ -1,4 +1,4 @@
-"""Keeps blocks that the prefix cache has evicted in host memory, by the same keys. Moves no bytes itself.
+"""Keeps in host memory, under the same keys, blocks that the prefix cache has evicted. Moves no bytes itself.
 
 A key is a block's chain hash, whose root (model, numerics, variant, salt) separates tenants, as on the device. Blocks
 are copied by moves of a step, in the same order on every rank of the instance, so all ranks have the same blocks in
@@ -257,7 +257,7 @@ class HostTier:
         return taken
 
     def is_missing_below(self, content: bytes) -> bool:
-        """Whether the lower tiers neither have this content nor will get it."""
+        """Whether some lower tier neither has this content nor will get it."""
         return any(not lower.has_or_will_have(content) for lower in self.lower)
 
     def filled(self, content: bytes, slot: int) -> None:

@@ -35,31 +35,24 @@ class AlikeLayers(NamedTuple):
 class KVLayout:
     """The layout of one rank's share of a block: for each layer, its planes in order, each [block_size, heads, width].
 
-    `plane_layers`: for each plane, the layers that have it, ascending; () if every layer has every plane.
-    `num_kv_heads` counts the heads of the whole model. A plane whose `num_heads` is not 0 has that number of heads
-    instead; it divides `num_kv_heads`. The heads of each plane are split evenly over `tp_size` ranks; if there are more
-    ranks than heads, each head is on several ranks. `dtype` is the dtype of the pool, which may be narrower than the
-    model's: see `stored_width`. The last `num_draft_layers` layers belong to a draft head. `draft_head` identifies
-    everything besides the model that determines their contents; "" if there is no draft head.
-
-    A layout describes one group of the model's layers: `layers` are their indices in the model, ascending; () if the
-    group has all layers. `rule` says which blocks a request holds in the group: those of all its tokens, those of the
-    last `window` tokens, or one block with a state, whose block size is 1.
+    A layout describes one group of the model's layers. `num_kv_heads` counts the heads of the whole model. A plane
+    whose `num_heads` is not 0 has that number of heads instead, a divisor of `num_kv_heads`. The heads of each plane
+    are split evenly over `tp_size` ranks; if there are more ranks than heads, each head is on several ranks.
     """
 
     num_layers: int
     num_kv_heads: int
     planes: tuple[Plane, ...]
-    block_size: int  # tokens
-    dtype: str
+    block_size: int  # tokens; 1 for states
+    dtype: str  # of the pool; may be narrower than the model's: see `stored_width`
     tp_size: int = 1
     tp_rank: int = 0
-    plane_layers: tuple[tuple[int, ...], ...] = ()
-    num_draft_layers: int = 0
-    draft_head: str = ""
-    rule: RuleName = "all"
+    plane_layers: tuple[tuple[int, ...], ...] = ()  # by plane: the layers that have it, ascending; (): all have all
+    num_draft_layers: int = 0  # the last of the layers, which belong to a draft head
+    draft_head: str = ""  # identifies what besides the model determines these layers' contents; "": there is none
+    rule: RuleName = "all"  # a request holds the blocks of all tokens, of the last `window`, or one block with a state
     window: int = 0
-    layers: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()  # the layers' indices in the model, ascending; (): the group has all layers
 
     @property
     def holds(self) -> Rule:

@@ -59,7 +59,9 @@ class KVPool:
             try:
                 self.memory = self._mapped()
             except (OSError, OverflowError) as error:
-                raise ConfigError(f"{_described(layout, num_blocks)} cannot be mapped: {error}; use fewer") from None
+                raise ConfigError(
+                    f"{_described(layout, num_blocks)} cannot be mapped: {error}; use fewer blocks"
+                ) from None
         self.probe_lock = threading.Lock()  # protects the block in which the probes of several links land
         self.probe_seed = secrets.randbits(62)
         try:

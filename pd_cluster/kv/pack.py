@@ -38,7 +38,7 @@ def pack(memory: Memory, piece: KVPiece, route: PoolRoute) -> torch.Tensor:
 
 
 def unpack(payload: torch.Tensor, piece: KVPiece, route: PoolRoute, memory: Memory, into: list[int]) -> None:
-    """Writes a payload that `pack` returned to a pool. `into`: the blocks of the piece's tokens in that pool."""
+    """Writes to a pool a payload that `pack` returned. `into`: the blocks of the piece's tokens in that pool."""
     if route.is_verbatim:
         memory.scatter(payload, piece, into)
         return

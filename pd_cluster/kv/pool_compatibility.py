@@ -40,8 +40,8 @@ def _on_both(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
         return ""
     adapters, merges = called("enable_prompt_adapter"), called("disable_hybrid_kv_cache_manager")
     return (
-        f", and both or neither with {called('kv_host_cache')}, a draft model or head, or {adapters}; {merges} has "
-        f"the same effect"
+        f", and both or neither with {called('kv_host_cache')}, a draft model or head, or {adapters}; an instance "
+        f"without these can have {merges} instead"
     )
 
 

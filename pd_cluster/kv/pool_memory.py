@@ -55,7 +55,7 @@ class Memory(Protocol):
         """Returns the verbatim payload as a view; None if it is not contiguous."""
 
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
-        """Writes a payload that `gather` returned to the blocks `into`."""
+        """Writes to the blocks `into` a payload that `gather` returned."""
 
     def contiguous_parts(self, piece: KVPiece) -> list[torch.Tensor]:
         """Returns the verbatim payload as contiguous parts, in order, without a copy if possible."""

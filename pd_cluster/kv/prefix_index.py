@@ -89,7 +89,7 @@ def chain_hashes(
 
 
 def prompt_hashes(order: RequestSpec, root: bytes, block_size: int, num_blocks: int) -> list[bytes]:
-    """Returns the hashes of the prompt's first blocks, at least `num_blocks` if it has so many full ones.
+    """Returns the hashes of the prompt's first blocks, at least `num_blocks` if it has that many full blocks.
 
     They are kept with the request's spec, so that a process with a router and engines computes them only once.
     """
@@ -145,8 +145,8 @@ class PrefixIndex:
     def __init__(self, most_retained: int = 0) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        # Blocks without a holder, the least recently used first. A block that no longer fits its owner's share has a
-        # retention.
+        # Blocks without a holder, the least recently used first. Only blocks that no longer fit their owner's share of
+        # retained blocks have a retention here.
         self._unheld: OrderedDict[int, Retention | None] = OrderedDict()
         self._retained = RetainedBlocks[int](most_retained)  # evicted after those in `_unheld`
         self._changes: set[bytes] | None = None  # contents that appeared or disappeared; None: there is no follower

@@ -28,7 +28,7 @@ class ReachedBlocks:
         self._kept: set[bytes] = set()
         self._moved: set[bytes] = set()  # contents that became reached or unreached since the last `changes`
         self._reported: dict[bytes, Tier] | None = None  # the reported contents; None: there is no follower
-        self._differing: set[bytes] = set()  # contents that followers may know differently
+        self._differing: set[bytes] = set()  # contents that only new, or only earlier, followers know as reached
         states.follow()
 
     def kept(self, chain: Sequence[bytes]) -> None:

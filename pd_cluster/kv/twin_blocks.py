@@ -32,8 +32,8 @@ class _ValidTokens(NamedTuple):
 class TwinBlocks:
     """The twins of a pool's blocks.
 
-    If tokens are equal in one version of a block, all earlier tokens are equal, because sequences share whole
-    beginnings.
+    Comparing a block's own tokens is enough: sequences share whole beginnings, so those that hold the same version of a
+    block also have equal tokens before it.
     """
 
     def __init__(self, blocks: BlockPool, block_size: int) -> None:

@@ -32,23 +32,17 @@ class ImageView(NamedTuple):
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture's size is counted in rows and columns of patches or tiles.
+    """A picture's size is counted in rows and columns of patches or tiles."""
 
-    `token_id`: a picture's placeholder in a prompt. It is replaced by the picture's tokens, between the tokens `before`
-    and `after`. In a prompt's text, the control token `text` is the placeholder; "": texts have none. Before the text
-    is tokenized, `text_becomes` replaces it: alternately plain texts and control tokens. With `sees_whole`, each token
-    of a picture attends to the whole picture. `marks`: the two tokens around a placeholder, if they belong to the
-    picture and thus to its span.
-    """
-
+    # A picture's placeholder in a prompt. The picture's tokens, between the tokens `before` and `after`, replace it.
     token_id: int = 0
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     resample: int = BICUBIC
-    text: str = ""
-    text_becomes: tuple[str, ...] = ()
-    sees_whole: bool = False
-    marks: tuple[int, ...] = ()
+    text: str = ""  # the control token that is the placeholder in a prompt's text; "": texts have none
+    text_becomes: tuple[str, ...] = ()  # replaces `text` before tokenization: alternately plain texts, control tokens
+    sees_whole: bool = False  # whether each token of a picture attends to the whole picture
+    marks: tuple[int, ...] = ()  # the two tokens around a placeholder, if they belong to the picture and so to its span
     video: VideoRules | None = None  # None: the model takes no videos here
     no_videos: str = ""  # why it takes no videos, if something in the model's folder is the reason
 

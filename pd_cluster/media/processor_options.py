@@ -59,7 +59,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
             _check(name, key, value)
             for field in KEYS[key]:
                 if fields.setdefault(field, value) != value:
-                    raise _wrong(name, f"{key} {value!r}: another name of it says {fields[field]!r}; give one of them")
+                    raise _wrong(name, f"{key} {value!r}: {fields[field]!r} is given by another name; give one of them")
         return cls(**fields)
 
     def over(self, others: ReadOptions) -> ReadOptions:
@@ -74,7 +74,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
             return rules
         if not isinstance(rules, GridRules):
             raise _wrong(
-                name, "min_pixels and max_pixels: this model's pictures have no limits of area; leave the two out"
+                name, "min_pixels and max_pixels: this model does not limit a picture's area; leave the two out"
             )
         video = rules.video
         if video is not None:

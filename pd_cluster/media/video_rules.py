@@ -41,26 +41,23 @@ class TimestampStyle(enum.Enum):
 
 
 class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model reads videos. `token_id`: a video's placeholder and tokens.
+    """How a model reads videos.
 
-    `together`: the number of frames that the tower reads as one picture. `min_pixels` and `max_pixels` limit a frame's
-    area or, with `shares_area`, the area of all frames together. With `stamps`, each picture is between `start_id` and
-    `end_id`, next to its time in words. Otherwise pictures follow each other, and their positions in time differ by
-    `tokens_per_second`, or by one if that is 0. `pad_id`: the token of a video's pictures, if it is not the
-    placeholder. `font`: the font file with which times are drawn into frames; "": no times are drawn.
+    With `stamps`, each picture is between `start_id` and `end_id`, next to its time in words. Otherwise pictures follow
+    each other, and their positions in time differ by `tokens_per_second`, or by one if that is 0.
     """
 
-    token_id: int
+    token_id: int  # a video's placeholder and tokens
     start_id: int
     end_id: int
-    min_pixels: int
+    min_pixels: int  # limits, with `max_pixels`, a frame's area or, with `shares_area`, that of all frames together
     max_pixels: int
     shares_area: bool = False
     stamps: TimestampStyle = TimestampStyle.NONE
     tokens_per_second: float = 0.0
-    together: int = 2
-    pad_id: int | None = None
-    font: str = ""
+    together: int = 2  # frames that the tower reads as one picture
+    pad_id: int | None = None  # the token of a video's pictures, if it is not the placeholder
+    font: str = ""  # the font file with which times are drawn into frames; "": no times are drawn
 
     @property
     def has_stamps(self) -> bool:
@@ -74,7 +71,7 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not height or not width or max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(
-                f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times the other; cut it"
+                f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times the other; crop it"
             )
         count, whole, most = 1, 1, min(self.max_pixels, max(side**2, MAX_PIXELS // num_frames))
         if self.shares_area:

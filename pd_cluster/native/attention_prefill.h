@@ -11,7 +11,7 @@ typedef struct {
     vf m[2], l[2];
 } Tile;
 
-// Adds the products of KR keys with q to sums. Prefetches as many numbers of the keys `ahead`, if it is not null.
+// Adds the products of KR keys with q to sums. Prefetches as many values of the keys `ahead`, unless that is null.
 INLINE void dot_lanes(float (*q)[LANES], int lv, const float **key, int64_t dim, const float **ahead, vf (*sum)[2]) {
     for (int64_t d = 0; d < dim; d++) {
         vf part[2];
@@ -25,7 +25,7 @@ INLINE void dot_lanes(float (*q)[LANES], int lv, const float **key, int64_t dim,
 }
 
 // Computes p[j] = k[j] . q for all lanes, KR keys at a time. Key j has `more_dim` further numbers at more[j].
-// Prefetches the keys `ahead`, which are a chunk's, unless it is null.
+// Prefetches the keys of a chunk, `ahead`, unless that is null.
 INLINE void score_lanes(Tile *t, int lv, const float **k, const float **more, int64_t more_dim, int64_t n,
                         const float **ahead) {
     for (int64_t j = 0; j < n; j += KR) {

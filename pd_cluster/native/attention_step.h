@@ -29,7 +29,7 @@ typedef struct {
     const int32_t *together;
     const int64_t *slots;
     const float *cos, *sin; // [num_tokens, head_dim]
-    const int32_t *key_limits; // [num_tokens] or null: the end of the keys that a token sees, beyond itself
+    const int32_t *key_limits; // [num_tokens] or null: ends of visible keys, which may follow the token
 } Step;
 
 typedef struct {

@@ -57,7 +57,7 @@ def openmp_runtime() -> ctypes.CDLL:
     found = sorted(path for path in paths if OPENMP.search(path))
     of_torch = [path for path in found if "/torch/" in path or "/torch.libs/" in path] or found
     if len(of_torch) != 1:
-        raise KernelsUnavailable(f"{len(of_torch)} OpenMP libraries are loaded, wanted one: {of_torch}")
+        raise KernelsUnavailable(f"{len(of_torch)} OpenMP libraries are loaded instead of one: {of_torch}")
     runtime = ctypes.CDLL(of_torch[0])
     if not hasattr(runtime, "GOMP_parallel") or not hasattr(runtime, "GOMP_barrier"):
         raise KernelsUnavailable(f"{of_torch[0]} has no GOMP_parallel")

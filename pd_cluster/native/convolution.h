@@ -4,7 +4,7 @@
 #include "state_segments.h"
 
 #define MOST_KERNEL 8
-#define CHANNELS_AT_ONCE 1024 // as many channels have inputs and weights that stay in the L1 cache
+#define CHANNELS_AT_ONCE 1024 // inputs and weights of so many channels stay in the L1 cache
 
 // The channels whose last inputs one state plane keeps. For each head, a block has [kernel - 1][channels], the oldest
 // input first.

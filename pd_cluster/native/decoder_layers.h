@@ -1,5 +1,5 @@
 // Computes the decoder layers of a step in one parallel region, with barriers between their parts. Results are bitwise
-// equal to separate calls, which took a quarter of a step with one row to wake threads and return to the caller.
+// equal to those of separate calls, which spent a quarter of a one-row step on waking threads and on returning.
 #pragma once
 #include "paged_attention.h"
 #include "packed_products.h"

@@ -215,7 +215,7 @@ static int64_t num_latent_items(const Latents *y, int64_t query_len, int64_t few
     return y->num_heads * ((query_len + LANES - 1) / LANES);
 }
 
-// Finds the rows of item number `index`; `at` is an earlier item's position in the step's order. Returns 0 past the last.
+// Finds the rows of item `index`; `at` is an earlier item's position in the step's order. Returns 0 past the last.
 static int find_rows(const LatentWork *w, int64_t index, int64_t *at, Rows *rows) {
     const Step *s = w->step;
     const Latents *y = w->layer;

@@ -1,4 +1,4 @@
-"""Configures glibc's malloc to keep freed memory for the next step, and returns memory to the system.
+"""Configures glibc's malloc to keep freed memory for the next step; returns memory to the system on request.
 
 By default, malloc returns large temporaries to the system and gets newly zeroed pages for each new one. With a small
 model, this takes a quarter of a prompt's CPU time.

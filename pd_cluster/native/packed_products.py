@@ -193,7 +193,7 @@ def int4_linear(
         codes, grid = codes - 8, grid._replace(zeros=grid.zeros - 8)
         least, most = least - 8, most - 8
     if least < -8 or most > 7:
-        raise ModelError(f"codes from {least} to {most} are no codes of 4 bits, -8 to 7, or 0 to 15 with zeros")
+        raise ModelError(f"codes from {least} to {most} are not 4-bit codes (-8 to 7, or 0 to 15 with zeros)")
     return _pack(_INT4, codes, grid, bias, activations, flags)
 
 
@@ -269,7 +269,7 @@ def _pack(
     num_groups = 1 if scales is None else scales.shape[1]
     group = group or -(-inputs // num_groups)
     if -(-inputs // group) != num_groups:
-        raise ModelError(f"{num_groups} scales of {group} inputs each for {inputs} inputs")
+        raise ModelError(f"{inputs} inputs cannot have {num_groups} scales of {group} inputs each")
     product = ProductCall(
         num_rows=1, inputs=inputs, outputs=outputs, form=form.code, group=group, num_groups=num_groups
     )
@@ -277,7 +277,7 @@ def _pack(
     way = _way(library, product)
     is_decoded = form not in (_INT8, _BF16) or way == "float32" or (form is _INT8 and activations == "bfloat16")
     if activations == "int8" and group > MOST_EXACT_INPUTS:
-        raise ModelError(f"a scale of {group} inputs: sums of their products of codes need more than 32 bits")
+        raise ModelError(f"a scale covers {group} inputs: sums of so many products of codes need more than 32 bits")
     most = (MOST_NUMBERS if way == "float32" else MOST_DECODED) if is_decoded else group
     decoded = (4 if way == "float32" else 8) if is_decoded else 1
     num_spans, span, padded = _spans(group, math.lcm(form.word_inputs, decoded), activations, most)

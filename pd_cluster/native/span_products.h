@@ -5,7 +5,7 @@
 #include "cached_products.h"
 
 #define X_NBYTES 524288 // activations of an item whose weights are decoded in registers; they stay in the L2 cache
-#define LEAST_ROWS 64 // minimum number of rows of an item, whatever the width, because each item reads the weights again
+#define LEAST_ROWS 64 // minimum number of rows of an item of any width, because each item reads the weights again
 
 typedef struct {
     const int32_t *x, *sums; // x of a block: [span][word][row]; sums of its rows: [row][span]
@@ -159,7 +159,7 @@ static Spans spans_of(const Packed *w, int64_t num_panels) {
                    .spans_ahead = MAX(1, AHEAD / (w->span_words * PANEL)), .stride = num_panels * PANEL};
 }
 
-// Prefetches the memory of a block's results. Without this, long prompts waited for it a thirtieth of their time.
+// Prefetches the memory of a block's results. Without this, waiting for it took a thirtieth of a long prompt's time.
 static void fetch_results(const Packed *w, int64_t row, int64_t panel, int64_t num_panels) {
     for (int64_t r = row; r < MIN(row + w->together, w->p->num_rows); r++)
         for (int64_t q = panel; q < panel + num_panels; q++) __builtin_prefetch(out_row(w, r) + q * PANEL, 1);

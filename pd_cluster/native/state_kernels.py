@@ -178,7 +178,7 @@ class StateKernel:
         return kept.data_ptr()
 
     def _fill_norm(self, call: _GatedNorm, norm: GatedNorm, width: int) -> None:
-        """`width`: the width of a head, from which follows whether each head has its own weights in the norm."""
+        """`width`: the width of a head. It shows whether each head has its own weights in the norm."""
         call.gate_kind, call.eps = GATES.index(norm.gate), norm.eps
         if norm.weight is not None:
             call.weight = self._keep(norm.weight)

@@ -114,7 +114,7 @@ class Handshake:
             socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)
         except zmq.ZMQError as error:
             soft, hard = open_files()
-            self._note("no connection to %s: %s (of %d; ulimit -n, at most %d)", plain(peer), error, soft, hard)
+            self._note("no connection to %s: %s (limit %d; ulimit -n raises it to %d)", plain(peer), error, soft, hard)
             self._connections.handler.on_closed(conn, peer, f"cannot connect to {host}:{port}: {error}")
             return
         connection = Connection(

@@ -163,7 +163,7 @@ class EventPublisher:
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _is_sent(self, frames: list[bytes]) -> bool:
-        """Sends to all subscribers, returns True; if a subscriber's queue is full, sends to none and returns False."""
+        """Sends to all subscribers and returns True; or to none, and returns False, if a subscriber's queue is full."""
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -217,7 +217,9 @@ class EventPublisher:
         except zmq.ZMQError as error:
             if socket is not None:
                 socket.close(linger=0)
-            raise ConfigError(f"{called('kv_events_config')}: cannot bind {endpoint}: {error}; give another") from None
+            raise ConfigError(
+                f"{called('kv_events_config')}: cannot bind {endpoint}: {error}; give another endpoint"
+            ) from None
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
@@ -233,7 +235,7 @@ class EventPublisher:
             except ConfigError as error:  # libzmq's own thread releases the port a moment later
                 self._close_sockets()
                 if time.monotonic() > told_s:
-                    log.error("no KV events are published meanwhile: %s", error)
+                    log.error("KV events are not published until this succeeds: %s", error)
                     told_s = time.monotonic() + 60
                 time.sleep(BIND_RETRY_S)
 

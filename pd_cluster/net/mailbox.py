@@ -193,7 +193,7 @@ class Mailbox:
         self._wake()
 
     def _wake(self) -> None:
-        if self._is_woken:  # the thread resets this flag before it reads the commands, so it will still see these
+        if self._is_woken:  # the thread resets this flag before it reads commands, so it will also read the present one
             return
         with self._wake_lock:
             if self._wake_fd >= 0:  # a negative number means that the descriptor is closed

@@ -36,7 +36,7 @@ def join_key(secret: bytes) -> bytes:
 
 
 class Fence:
-    """Tells orders of the scheduler that owns membership from orders of earlier owners, by their fencing numbers."""
+    """Distinguishes orders of the present owner of membership from orders of earlier owners, by fencing numbers."""
 
     def __init__(self) -> None:
         self.term = 0  # the highest term that this process has received

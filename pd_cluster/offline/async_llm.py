@@ -57,7 +57,7 @@ class AsyncLLMEngine:
     def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
         """Makes an engine. `others`: further arguments of vLLM, which have no effect; a warning names them."""
         if others:
-            log.warning("from_engine_args: %s without effect", ", ".join(others))
+            log.warning("from_engine_args: arguments without effect: %s", ", ".join(others))
         return cls(**engine_args.arguments)
 
     async def generate(

@@ -182,4 +182,4 @@ def _sync_folder_of(name: str) -> None:
 
 def _check_local(flag: str, name: str) -> None:
     if name.lower().startswith(("http://", "https://")):
-        raise ConfigError(f"{flag} {name}: only files and - for standard input or output; curl can do the rest")
+        raise ConfigError(f"{flag} {name}: must be a file, or - for standard input or output; transfer it with curl")

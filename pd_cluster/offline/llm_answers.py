@@ -163,7 +163,7 @@ def _failed(ask: LLMRequest, error: Exception, generation: Generation | None, ar
 
 
 def _prompt_text(service: TextService, ask: LLMRequest, generation: Generation) -> str | None:
-    if ask.prompt is None:  # of a rendered conversation only the tokens are kept
+    if ask.prompt is None:  # only the tokens of a rendered conversation are kept
         return service.tokenizer.decode(generation.prompt_token_ids, skip_special_tokens=False)
     return _text_of(ask.prompt)
 

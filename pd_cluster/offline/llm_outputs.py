@@ -109,6 +109,6 @@ class RequestOutput:
     lora_request: LoRARequest | None = None
 
     def without_text(self) -> RequestOutput:
-        """Returns the output with answers without text and tokens."""
+        """Returns a copy whose answers have no text and no tokens."""
         outputs = [replace(each, text="", token_ids=[], logprobs=None) for each in self.outputs]
         return replace(self, outputs=CompletionOutputs(outputs))

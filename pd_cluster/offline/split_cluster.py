@@ -63,7 +63,7 @@ class SplitCluster:
         return self._context
 
     async def start(self) -> None:
-        """Starts the processes; waits until a handover is possible. Raises ConfigError if a process ends before."""
+        """Starts the processes; waits until a handover is possible. Raises ConfigError if a process ends earlier."""
         self._preloader = LaunchPreloader(self._launch)
         *workers, scheduler = plan_cluster(self._launch, self._folder, self._ports)
         for member in workers:

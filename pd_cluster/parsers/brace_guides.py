@@ -89,7 +89,7 @@ class BraceGuides:
             if not isinstance(others, dict) or not others:
                 return self._any_object()
             return _braces(_many(["seq", _KEY, ["text", ":"], self._value(tool, name, others)]))
-        after, first = _NOTHING, _NOTHING  # nodes of a key and the later keys: after an earlier key, and without one
+        after, first = _NOTHING, _NOTHING  # nodes of the keys from here on: after an earlier key, or as the first keys
         for key in sorted({*properties, *required}, key=lambda key: (key.lower(), key), reverse=True):
             value = self._value(tool, key, properties.get(key, True))
             one: Node = ["seq", ["text", f"{key}:"], value]

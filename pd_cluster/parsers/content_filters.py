@@ -52,7 +52,7 @@ class Unpaired:
 
 
 class Unwrapped:
-    """Emits content without the texts around it: the first one before it, and the others, with blanks, after it."""
+    """Emits content without the texts of `wraps`: the first one before it, and the others, with blanks, after it."""
 
     def __init__(self, wraps: Sequence[str], emit: Emit) -> None:
         self._before = wraps[0]

@@ -3,7 +3,7 @@
 A guide of kind "reply" is a JSON tree of these nodes:
 
 - ["seq", node…], ["any", node…], ["repeat", least, most or null, node]
-- ["marker", text], which blanks may precede, and ["exact", text], which they may not
+- ["marker", text], which blanks may precede, and ["exact", text], before which there are no blanks
 - ["until", marker…]: any text, up to and including the first of the markers
 - ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text]
 - ["rules", {name: node}, node], in which ["rule", name] refers to a node that may contain itself

@@ -24,23 +24,17 @@ _CLEAN_NAME = re.compile(r"[^\s{}\"<>|]+")
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """Calls as `begin`, `{"name": …, "arguments": …}` (an array of these if `is_array`), and `end`, if any.
-
-    `begins`: alternatives to `begin`. `key`: the arguments' member in guides; if empty, a call is `{NAME: ARGUMENTS}`.
-    `pieces`: the tokens that some tokenizers make of `begin`. `is_word`: `begin` is an ordinary word, and begins calls
-    only if an array follows directly. `name`: the member with the tool's name. `call_id`: the member with the call's
-    number, if any.
-    """
+    """Calls as `begin`, `{"name": …, "arguments": …}` (an array of these if `is_array`), and `end`, if any."""
 
     begin: str
     end: str = ""
     is_array: bool = False
-    begins: tuple[str, ...] = ()
-    key: str = "arguments"
-    pieces: tuple[str, ...] = ()
-    is_word: bool = False
-    name: str = "name"
-    call_id: str = ""
+    begins: tuple[str, ...] = ()  # alternatives to `begin`
+    key: str = "arguments"  # the arguments' member in guides; if empty, a call is `{NAME: ARGUMENTS}`
+    pieces: tuple[str, ...] = ()  # the tokens that some tokenizers make of `begin`
+    is_word: bool = False  # `begin` is an ordinary word, and begins calls only if an array follows directly
+    name: str = "name"  # the member with the tool's name
+    call_id: str = ""  # the member with the call's number, if any
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -106,23 +100,18 @@ class JsonCalls:
 
 @dataclass(frozen=True)
 class NamedCalls:
-    """Each call is `begin`, `head`, the name, `tail`, `separator`, arguments, `fence` and `end`.
-
-    `opening` and `closing`, if given, surround all calls of a reply. `head` and `tail`: the guide's nodes around
-    the name. `around`: a regex for the parts to remove from the text before the separator to get the name. `pieces`:
-    the tokens that some tokenizers make of these texts.
-    """
+    """Each call is `begin`, `head`, the name, `tail`, `separator`, arguments, `fence` and `end`."""
 
     begin: str
     separator: str
     end: str
-    opening: str = ""
+    opening: str = ""  # if given, `opening` and `closing` surround all calls of a reply
     closing: str = ""
-    head: tuple[Node, ...] = ()
-    tail: tuple[Node, ...] = ()
-    around: str = ""  # a regular expression
+    head: tuple[Node, ...] = ()  # the guide's nodes before the name
+    tail: tuple[Node, ...] = ()  # the guide's nodes after the name
+    around: str = ""  # a regex; without its matches, the text before the separator is the name
     fence: str = ""
-    pieces: tuple[str, ...] = ()
+    pieces: tuple[str, ...] = ()  # the tokens that some tokenizers make of these texts
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def scan_value(stream: TextStream, emit: Emit) -> Steps[bool]:
-    """Takes one value and the blanks before it, verbatim. Returns False if the text is invalid; the stream then stands
+    """Takes one value and the blanks before it, verbatim. Returns False if the text is invalid; the stream is then
     at the fault.
     """
     closers: list[str] = []  # the closing character of each open array and object

@@ -154,7 +154,9 @@ STRICT = PythonValues()
 
 
 def read_python_call(stream: TextStream, out: CollectedReply, values: PythonValues = STRICT) -> Steps[bool]:
-    """Reads `name(key=value, …)`. Returns whether it is complete; if the stream stopped keeping text, it has begun."""
+    """Reads `name(key=value, …)`. Returns whether it is complete; an incomplete one has begun unless the stream still
+    keeps text.
+    """
     yield from stream.blanks()
     name: list[str] = []
     yield from stream.run(PYTHON_NAME, name.append)

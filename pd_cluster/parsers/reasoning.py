@@ -26,24 +26,19 @@ Start = Literal["reasoning", "perhaps", "content"]
 class Thinking:
     """The marks of reasoning of one family of models.
 
-    `unmarked`: how a reply starts if the generation prompt has no mark. `opens` and `closes`: the opening and closing
-    marks; prompts use the first of each, models may write any. `ends`: texts that end the reasoning and begin the
-    content. `wraps`: texts that are dropped from around the content: one before it, then optional ones after it, in
-    order. `may_close`: guides let a reply begin with a closing mark. `pieces`: the tokens of these texts. `bare`: the
-    text that opens the reasoning if the model leaves out the mark. `cites`: texts may have citation marks, which are
-    dropped. `also_wraps`: alternatives to `wraps`.
+    Prompts use the first of `opens` and of `closes`; models may write any.
     """
 
-    unmarked: Start
-    opens: tuple[str, ...] = (OPEN,)
-    closes: tuple[str, ...] = (CLOSE,)
-    ends: tuple[str, ...] = ()
-    wraps: tuple[str, ...] = ()
-    may_close: bool = False
-    pieces: tuple[str, ...] = ()
-    bare: str = ""
-    cites: bool = False
-    also_wraps: tuple[str, ...] = ()
+    unmarked: Start  # how a reply starts if the generation prompt has no mark
+    opens: tuple[str, ...] = (OPEN,)  # the opening marks
+    closes: tuple[str, ...] = (CLOSE,)  # the closing marks
+    ends: tuple[str, ...] = ()  # texts that end the reasoning and begin the content
+    wraps: tuple[str, ...] = ()  # texts dropped around content: one before it, then optional ones after it, in order
+    may_close: bool = False  # guides let a reply begin with a closing mark
+    pieces: tuple[str, ...] = ()  # the tokens of these texts
+    bare: str = ""  # the text that opens the reasoning if the model leaves out the mark
+    cites: bool = False  # texts may have citation marks, which are dropped
+    also_wraps: tuple[str, ...] = ()  # alternatives to `wraps`
 
     @property
     def markers(self) -> tuple[str, ...]:

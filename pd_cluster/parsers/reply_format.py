@@ -66,7 +66,7 @@ def resolved_names(tool_parser: str, reasoning_parser: str, template: str, model
         if given == AUTO and name:
             log.info("%s auto: %s, because of %s", told(called(setting)), name, because)
         elif given == AUTO:
-            log.warning("%s auto: the model has no known format, so none is read; name one", told(called(setting)))
+            log.warning("%s auto: the model has no known format, so none is read; name a parser", told(called(setting)))
     return calls, thinking
 
 

@@ -111,7 +111,7 @@ def _any_value(tags: XmlTags) -> Node:
 
 
 def _free_text(tags: XmlTags, end: str) -> Node:
-    """Returns the node of any text and its end. Unquoted text may not contain an opening quote."""
+    """Returns the node of any text and its end. Unquoted text must not contain an opening quote."""
     before, after = tags.quote
     if not before:
         return ["until", end]
@@ -140,7 +140,7 @@ def _value(tags: XmlTags, tool: Tool, name: str, given: Any) -> Node:
 
 
 def _text_schemas(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the schema, or those of its alternatives, that allow texts; may be empty."""
+    """Returns the schema if it allows texts, or those of its alternatives that do; may be empty."""
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             each = [resolved(one, root) for one in schema[key]]

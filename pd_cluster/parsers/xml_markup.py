@@ -218,7 +218,7 @@ class XmlCalls(XmlTags):
             ends = yield from self._ends_value(stream, marker, call)
             stream.put_back()
             if ends:
-                call.out.is_damaged = True  # guides read further here; later calls need a known tool
+                call.out.is_damaged = True  # a guide would let the value continue, so later calls need a known tool
                 return "open"
             emit(stream.take(len(marker)))
         return ""

@@ -51,15 +51,7 @@ class XmlTags:
     """Calls between `begin` and `end`. A call has a name between the two texts of `name`, then parameters, then
     `close`.
 
-    A parameter has a key between the texts of `key`, and a value between those of `value`. `line`: a newline around a
-    value that is not part of it. `lone`: models also write a call without `begin`.
-
-    `begins`, `keys`: alternatives to `begin` and to the first text of `key`. `around`: the texts that a guide requires
-    around each call of a section. `leads`: the texts that it allows before the first. `fillers`: meaningless markup,
-    dropped outside of calls. `kind`: the attribute after a key that states its value's type. `index`: the attribute
-    after a name that counts calls. `escapes`: names and keys are escaped as in XML. `quote`: texts around a value that
-    may contain tags. `body`: texts around all arguments as one JSON object. `wrappers`: keys under which models write
-    all arguments as one object. `needs_tool`: only a known tool can be called. `pieces`: the tokens of the tags.
+    A parameter has a key between the texts of `key`, and a value between those of `value`.
     """
 
     begin: str
@@ -68,22 +60,22 @@ class XmlTags:
     close: str
     key: tuple[str, str]
     value: tuple[str, str]
-    line: str = ""
-    lone: bool = False
-    is_section: bool = False  # several calls may stand between `begin` and `end`
-    begins: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    around: tuple[str, str] = ("", "")
-    fillers: tuple[str, ...] = ()
-    leads: tuple[str, ...] = ()
-    kind: ValueKind | None = None
-    index: str = ""
-    escapes: bool = False
-    quote: tuple[str, str] = ("", "")
-    body: tuple[str, str] = ("", "")
-    wrappers: tuple[str, ...] = ()
-    needs_tool: bool = False
-    pieces: tuple[str, ...] = ()
+    line: str = ""  # a newline around a value that is not part of it
+    lone: bool = False  # models also write a call without `begin`
+    is_section: bool = False  # there may be several calls between `begin` and `end`
+    begins: tuple[str, ...] = ()  # alternatives to `begin`
+    keys: tuple[str, ...] = ()  # alternatives to the first text of `key`
+    around: tuple[str, str] = ("", "")  # the texts that a guide requires around each call of a section
+    fillers: tuple[str, ...] = ()  # meaningless markup, dropped outside of calls
+    leads: tuple[str, ...] = ()  # the texts that a guide allows before the first call
+    kind: ValueKind | None = None  # the attribute after a key that states its value's type
+    index: str = ""  # the attribute after a name that counts calls
+    escapes: bool = False  # names and keys are escaped as in XML
+    quote: tuple[str, str] = ("", "")  # texts around a value that may contain tags
+    body: tuple[str, str] = ("", "")  # texts around all arguments as one JSON object
+    wrappers: tuple[str, ...] = ()  # keys under which models write all arguments as one object
+    needs_tool: bool = False  # only a known tool can be called
+    pieces: tuple[str, ...] = ()  # the tokens of the tags
 
     @property
     def markers(self) -> tuple[str, ...]:

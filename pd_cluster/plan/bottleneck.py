@@ -46,7 +46,7 @@ def scheduler_share(costs: Costs, simulated: Simulated) -> float:
 
 
 def _full(candidate: LayoutCandidate, costs: Costs, samples: Sequence[InstanceSample]) -> Resource | None:
-    """Returns the resource of decoding instances that is full; None if neither is."""
+    """Returns the resource of decoding instances that is full, blocks or seats; None if neither is."""
     seats = candidate.layout.max_num_seqs or costs.max_num_seqs
     decoding = [each for each in samples if each.role != "prefill"]
     if not decoding:

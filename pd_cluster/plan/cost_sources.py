@@ -139,7 +139,7 @@ class MeasuredSource:
         capacity, num_tokens = self.measured.num_blocks * self.measured.block_size, longest(self.arrivals)
         if capacity < num_tokens:
             return Infeasible(
-                f"{self.file}: num_blocks have room for {capacity} tokens, and the longest request has {num_tokens}"
+                f"{self.file}: its num_blocks hold {capacity} tokens, and the longest request has {num_tokens}"
             )
         return coarser(self.measured, self.arrivals)
 

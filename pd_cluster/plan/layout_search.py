@@ -92,7 +92,7 @@ class Search:
         """Searches layouts with up to this many devices. Raises ConfigError if none fits."""
         sizes = self._sizes(num_devices)
         if not sizes:
-            reasons = "; ".join(self._left_out) or f"the fewest ranks are {min(self.space.tp_sizes)}"
+            reasons = "; ".join(self._left_out) or f"an instance has at least {min(self.space.tp_sizes)} ranks"
             raise ConfigError(f"--devices {num_devices}: no layout fits: {reasons}")
         if self._is_met(sizes[-1]):
             low, high = 0, len(sizes) - 1  # the answer is in sizes[low : high + 1]
@@ -141,7 +141,7 @@ class Search:
         return self._seen[num_devices]
 
     def _splits(self, able: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-        """Returns the most promising splits with their settings estimated best; half are hybrid if possible."""
+        """Returns the most promising splits, each with its best estimated settings; half are hybrid if possible."""
         usual = [each for each in able if each.layout.routing_policy == self.space.policies[0]]
         found: dict[bool, list[LayoutCandidate]] = {True: [], False: []}
         num_settings = Counter[str]()
@@ -153,7 +153,7 @@ class Search:
         return [*found[True][:num_hybrid], *found[False][: NUM_SPLITS - num_hybrid]]
 
     def _variants(self, able: Sequence[LayoutCandidate], best: Sequence[CandidateRun]) -> list[LayoutCandidate]:
-        """Returns the layouts of these runs, and the best estimated other settings of each split and policy."""
+        """Returns the layouts of these runs, and by split and policy the other settings with the best estimates."""
         names = {each.candidate.name for each in best}
         groups: dict[tuple[str, str], list[LayoutCandidate]] = {}
         for each in sorted((each for each in able if each.name in names), key=self._guess):

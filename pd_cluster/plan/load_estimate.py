@@ -40,7 +40,7 @@ class MeanLoad:
 
 
 def estimated_strain(candidate: LayoutCandidate, costs: Costs, load: MeanLoad, goals: PlanGoals) -> float:
-    """Returns the strain to sort by. From OVERLOADED on, the candidate cannot keep up."""
+    """Returns the strain to sort by. If it is OVERLOADED or more, the candidate cannot keep up."""
     layout = candidate.layout
     num_prefill, num_decode = layout.num_prefill or layout.num_hybrid, layout.num_decode or layout.num_hybrid
     chunk = layout.max_num_batched_tokens or costs.max_num_batched_tokens

@@ -39,7 +39,7 @@ def halve(candidates: Iterable[LayoutCandidate], measure: Measure, lengths: Sequ
 
 
 def kept(trials: Sequence[CandidateRun], num_kept: int) -> list[CandidateRun]:
-    """Returns the first runs. If none of them is hybrid, or none is split, the first such run replaces the last."""
+    """Returns the first runs. If all are hybrid or all are split, the next run of the other kind replaces the last."""
     first = list(trials[:num_kept])
     kinds = {each.candidate.is_hybrid for each in first}
     missing = next((each for each in trials[num_kept:] if each.candidate.is_hybrid not in kinds), None)

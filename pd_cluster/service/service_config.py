@@ -12,18 +12,14 @@ from pd_cluster.settings.process_configs import ApiConfig
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """`settings`: those of the process. `max_model_len`: the process's own limit of a request's tokens.
-
-    `seed`: from which seeds of requests that give none are drawn; None: random. `sampling_defaults`: the result of
-    sampling_defaults.py. `adapters`: current names of adapters -> digests. `handle_secret`: a secret that all processes
-    serving the cluster share.
-    """
+    """The settings of one process's text service."""
 
     settings: ApiConfig
-    max_model_len: int
-    seed: int | None = None
-    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    max_model_len: int  # the process's own limit of a request's tokens
+    seed: int | None = None  # seeds of requests that give none are derived from it; None: they are random
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)  # see sampling_defaults.py
+    adapters: Mapping[str, str] = field(default_factory=dict)  # current names of adapters -> digests
+    # a secret that all processes serving the cluster share
     handle_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
 

@@ -378,7 +378,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         ENGINE(
             "Class of vLLM's interface that changes logits before a token is chosen. It must be importable where "
-            "engines run; drafts are off beside it.",
+            "engines run, and it disables drafting.",
             metavar="MODULE:CLASS",
             form=PROCESSORS,
             is_several=True,
@@ -408,11 +408,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.logits_processors and self.speculation.methods:
             raise ConfigError(
                 f"{called('speculative_config')}: method {', '.join(self.speculation.methods)}: there are no drafts "
-                f"beside {called('logits_processors')}; give only one of them"
+                f"with {called('logits_processors')}; give only one of them"
             )
         if self.kv_host_cache_gib and not self.enable_prefix_caching:
             one, other = called("kv_host_cache"), called("enable_prefix_caching")
-            raise ConfigError(f"{one}: keeps blocks of the prefix cache, which {other} off disables")
+            raise ConfigError(f"{one}: needs the prefix cache, but {other} is off; turn it on, or leave {one} out")
         if self.preemption_mode == "swap" and not self.swap_space_gib:
             mode, space = called("preemption_mode"), called("swap_space")
             raise ConfigError(f"{mode} swap: needs memory to swap to; give {space} GIB")

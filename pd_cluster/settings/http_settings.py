@@ -109,14 +109,7 @@ class Tls(msgspec.Struct, frozen=True):
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the HTTP server outside the API's routes.
-
-    `root_path`: the prefix that a proxy strips from every path. `tenants`: the tenant of each key; empty: each key is a
-    separate tenant. `shares_prefix_cache`: tenants share cached prompts. `key_file`: further keys, as hashes.
-    `metrics_key`: opens only /metrics and /load; if other keys exist and this one does not, /metrics is closed.
-    `returns_request_ids`: every answer has x-request-id. `has_docs`: /docs and /openapi.json are served.
-    `has_public_dashboard`: /dashboard is served at the public port.
-    """
+    """Settings of the HTTP server outside the API's routes."""
 
     api_keys: Annotated[
         tuple[str, ...],
@@ -129,13 +122,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             variable=KEY_VARIABLE,
         ),
     ] = ()
-    key_file: Annotated[
+    key_file: Annotated[  # the file has hashes of the keys
         str,
         HTTP(
             "File of further keys with their tenants and limits, by `pd-cluster keys`; read again at SIGHUP.",
             name="api_key_file",
         ),
     ] = ""
+    # If other keys exist and this one does not, /metrics is closed.
     metrics_key: Annotated[
         str,
         HTTP("Key that opens only /metrics and /load.", is_secret=True),
@@ -148,7 +142,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             form=ORIGINS,
         ),
     ] = ("*",)
-    tenants: Annotated[
+    tenants: Annotated[  # empty: each key is a separate tenant
         tuple[str, ...],
         HTTP(
             "The tenant of each key, in order; default: one per key. Keys of a tenant share cached prompts.",
@@ -167,14 +161,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_methods: Annotated[tuple[str, ...], HTTP("CORS: a JSON list of allowed methods.", form=TOKENS)] = ("*",)
     allowed_headers: Annotated[tuple[str, ...], HTTP("CORS: a JSON list of allowed headers.", form=TOKENS)] = ("*",)
     allow_credentials: Annotated[bool, HTTP("CORS: allow credentials such as cookies.")] = False
-    root_path: Annotated[
+    root_path: Annotated[  # a proxy strips it from every path
         str, HTTP("Path prefix under which a proxy serves this server.", form=Form(str, _root_path, str))
     ] = ""
     returns_request_ids: Annotated[
         bool,
         HTTP("Send x-request-id in answers: the client's value or a new one.", name="enable_request_id_headers"),
     ] = False
-    has_docs: Annotated[
+    has_docs: Annotated[  # whether they are served; the flag says the opposite
         bool, HTTP("Do not serve /docs and /openapi.json.", name="disable_fastapi_docs", form=NEGATED)
     ] = True
     traces_endpoint: Annotated[

@@ -207,7 +207,7 @@ class ServeOptions(Mapping[str, Any]):
     def chat(self, has_files: bool = True) -> ChatConfig:
         """Leaves the template as it was given; text/template_source.py reads it. Raises ConfigError.
 
-        `has_files`: --tool-parser-plugin, whose formats may have any name, is on this host.
+        `has_files`: whether the file of --tool-parser-plugin is on this host; its formats may have any name.
         """
         chat, assurances = self.read(ChatConfig), self.read(Assurances)
         structured = self.read(RequestSettings).structured_outputs

@@ -97,30 +97,24 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The part of a field's annotation that makes it a setting.
-
-    `name`: by default the field's name without its unit. `default`: the written default, if it differs from the
-    field's; None: the field's. `has_off`: a switch that also has a --no- form. `is_several`: one flag may have several
-    values. `variable`: an additional environment variable. `after`: the previous setting on the help screen, if another
-    struct declares it. `detail`: the text in `pd-cluster check`.
-    """
+    """The part of a field's annotation that makes it a setting."""
 
     help: str
     panel: Panel
     scope: Scope
     _: dataclasses.KW_ONLY
-    name: str = ""
-    default: Any = msgspec.UNSET
+    name: str = ""  # "": the field's name without its unit
+    default: Any = msgspec.UNSET  # the written default, if not the field's; None: the field's applies
     checks: tuple[Check, ...] = ()
     form: Form | None = None
-    also: tuple[str, ...] = ()
-    has_off: bool = False
-    is_several: bool = False
+    also: tuple[str, ...] = ()  # further names
+    has_off: bool = False  # a switch that also has a --no- form
+    is_several: bool = False  # one flag may have several values
     is_secret: bool = False
-    variable: str = ""
+    variable: str = ""  # an additional environment variable
     metavar: str | None = None
-    after: str = ""
-    detail: str = ""
+    after: str = ""  # the previous setting on the help screen, if another struct declares it
+    detail: str = ""  # the text in `pd-cluster check`
 
 
 def variable_of(name: str) -> str:

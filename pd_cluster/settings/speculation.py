@@ -30,34 +30,30 @@ PROBABILITY = Check(lambda value: 0 <= value <= 1, "must be in 0 to 1")
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """The drafters to try, in order, after a request's own prediction and the tokens that its guide forces.
 
-    Names are those of vLLM's `--speculative-config`. `num_speculative_tokens`: the maximum number of drafts of a
-    sequence in a step; measured times and acceptance decide how many are used. `num_speculative_tokens_per_batch_size`:
-    (first, last, most) for ranges of running sequences, in order; as in vLLM, a number of sequences between two ranges
-    belongs to the earlier range. `suffix_decoding_max_cached_tokens`, which vLLM does not have, limits the tokens of
-    earlier outputs in all trees together.
-
-    `model` is the draft model or the head of eagle3: a folder, or a hub's model. `revision` and `quantization` apply to
-    it. mtp uses only the served model, and `mtp_type` is the name of MTP_TYPES that was given. `max_model_len`: the
-    longest sequence that a draft model drafts for; 0: the limit of both models. `draft_sample_method`: drafts are
-    sampled like the request's tokens, or each draft is the likeliest token.
+    Names are those of vLLM's `--speculative-config`, except `suffix_decoding_max_cached_tokens` and `mtp_type`.
     """
 
     methods: tuple[Method, ...] = ()
+    # The maximum number of drafts of a sequence in a step; measured times and acceptance decide how many are used.
     num_speculative_tokens: Annotated[int, within(1, MOST_DRAFTS)] = DEFAULT_DRAFTS
+    # (first, last, most) for ranges of running sequences, in order. As in vLLM, a number of sequences between two
+    # ranges belongs to the earlier range.
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     prompt_lookup_min: Annotated[int, within(1, MOST_MATCHED)] = 5
     prompt_lookup_max: Annotated[int, within(1, MOST_MATCHED)] = 5
     suffix_decoding_max_tree_depth: Annotated[int, within(1, MOST_MATCHED)] = 24
     suffix_decoding_max_cached_requests: Annotated[int, COUNT] = 10_000
-    suffix_decoding_max_cached_tokens: Annotated[int, COUNT] = 1_000_000
+    suffix_decoding_max_cached_tokens: Annotated[int, COUNT] = 1_000_000  # of earlier outputs, in all trees together
     suffix_decoding_max_spec_factor: Annotated[float, finite("must be a number of at least 0")] = 4.0
     suffix_decoding_min_token_prob: Annotated[float, PROBABILITY] = 0.1
 
-    model: str = ""
-    mtp_type: str = ""
-    revision: str = ""
-    quantization: str = ""
+    model: str = ""  # the draft model or the head of eagle3: a folder, or a hub's model; mtp uses only the served model
+    mtp_type: str = ""  # the name of MTP_TYPES that was given
+    revision: str = ""  # of `model`
+    quantization: str = ""  # of `model`
+    # The longest sequence that a draft model drafts for; 0: the limit of both models.
     max_model_len: Annotated[int, within(1, INT32_MAX)] = 0
+    # Drafts are sampled like the request's tokens ("probabilistic"), or each draft is the likeliest token.
     draft_sample_method: SampleMethod = "probabilistic"
 
     @property

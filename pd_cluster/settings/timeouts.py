@@ -26,7 +26,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         float,
         WORKERS(
             "Seconds of silence after which a peer is considered dead.",
-            detail="a silent peer is considered dead (at end of file: at once)",
+            detail="a silent peer is considered dead (at once if its connection ends)",
         ),
     ] = 3.0
     connect_timeout_s: Annotated[
@@ -73,7 +73,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         float,
         WORKERS(
             "Seconds without progress of an encoder after which a prefill instance computes the image.",
-            detail="an idle encoder loses its images to prefill; a busy encoder after six times as long",
+            detail="prefill computes the images of an idle encoder; those of a busy one after six times as long",
         ),
     ] = 10.0
     collective_timeout_s: Annotated[

@@ -10,7 +10,7 @@ ALMOST = 1e-9  # a cut this close to a step's end (as a share of the step) count
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """`num_steps` steps. At full speed, the first takes `first_s`, and each further step takes `growth_s` more."""
+    """`num_steps` steps. At full speed, the first takes `first_s`, and each is `growth_s` longer than the previous."""
 
     first_s: float
     growth_s: float = 0.0
@@ -41,7 +41,7 @@ class StepRun:
 
 
 class RunProgress:
-    """The progress of a run. `factor`: how much longer its steps currently take."""
+    """The progress of a run. `factor`: the factor by which its steps currently take longer."""
 
     def __init__(self, run: StepRun, now_s: float, factor: float) -> None:
         self.run, self.factor = run, factor

@@ -241,7 +241,7 @@ def words_of(token_ids: Iterable[int], num_words: int) -> Words:
 
 
 def one_line(message: str) -> str:
-    """Returns the library's message without internal details, and without the excerpts with marks below it."""
+    """Returns the library's message without internal details, and without the source excerpts below it."""
     for beginning, words in _PLAINER.items():
         if message.startswith(beginning):
             return words

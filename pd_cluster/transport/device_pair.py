@@ -143,7 +143,7 @@ class DevicePair:
         self._under_way.remove(work)
 
     def abort(self, reason: str) -> None:
-        """Ends this end's work under way. The work's tensors are kept until the device has finished with them."""
+        """Aborts the work under way at this end. Keeps the work's tensors until the device has finished with them."""
         if not self._is_broken:
             self._is_broken = True
             _release_quarantined()

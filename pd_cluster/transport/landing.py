@@ -116,13 +116,15 @@ class Lander:
         piece, geometry = chunk.piece, self._geometry
         size = geometry.source_block_size
         if chunk.index != landing.num_chunks:
-            return f"{landing.num_chunks} was expected"
+            return f"chunk {landing.num_chunks} was expected"
         if not 0 <= piece.first_token < piece.stop_token <= len(landing.num_layers_of):
-            return f"tokens {piece.first_token} to {piece.stop_token} of a prompt of {len(landing.num_layers_of)}"
+            return (
+                f"it has tokens {piece.first_token} to {piece.stop_token} of a prompt of {len(landing.num_layers_of)}"
+            )
         if not 0 <= piece.first_layer < piece.stop_layer <= geometry.num_layers:
-            return f"layers {piece.first_layer} to {piece.stop_layer} of {geometry.num_layers}"
+            return f"it has layers {piece.first_layer} to {piece.stop_layer} of {geometry.num_layers}"
         if len(piece.block_ids) != -(-piece.stop_token // size) - piece.first_token // size:
-            return f"{len(piece.block_ids)} blocks for tokens {piece.first_token} to {piece.stop_token}"
+            return f"it names {len(piece.block_ids)} blocks for tokens {piece.first_token} to {piece.stop_token}"
         if size == geometry.target_block_size and piece.first_token % size:
             return f"it begins with token {piece.first_token}, inside a block"
         before = landing.num_layers_of[piece.first_token : piece.stop_token]

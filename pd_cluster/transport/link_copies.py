@@ -42,7 +42,7 @@ class Copies:
 
     @contextlib.contextmanager
     def as_current(self) -> Iterator[None]:
-        """A context with this stream as the current one, so that waits for that stream do not wait for computation."""
+        """A context in which this stream is the current one, so waits for the current stream exclude computation."""
         with self._stream:
             yield
 

@@ -1,6 +1,7 @@
 """Moves payloads between a pool and the buffers from which a process group sends and into which it receives.
 
-Handles which of them is on a device, and the order of copies. Knows nothing of groups or of when payloads are sent.
+Handles pools and buffers on hosts and devices, and orders the copies. Knows nothing of groups or of when payloads are
+sent.
 """
 
 from __future__ import annotations

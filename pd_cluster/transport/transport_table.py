@@ -26,21 +26,19 @@ CURVE_NBYTES_PER_S = 2.5e8  # the rate at which one core encrypts
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """A transport.
+    """A transport. `help` and `title` describe its choice to users.
 
-    `choice`: the --kv-transport, besides auto, that allows it; "" if it cannot be requested by name. `pools`: the kinds
-    of devices whose memory it moves. `nbytes_per_s`: the rate that routing assumes. `help` and `title` describe the
-    choice to users. `package`: the module that it needs, from the extra of the choice's name; such a transport is used
-    only if it is requested by name. `needs_trust`: between hosts it is used only with --trust-network, because its
-    payloads are checked but not encrypted.
+    `package`: a module that the transport needs, from the extra with the name of the choice; such a transport is used
+    only if --kv-transport names it. `needs_trust`: the transport is used between hosts only with --trust-network,
+    because its payloads are checked but not encrypted.
     """
 
     name: TransportName
     module: str
-    choice: str
-    pools: tuple[DeviceKind, ...]
+    choice: str  # the --kv-transport, besides auto, that allows it; "": no value names it
+    pools: tuple[DeviceKind, ...]  # the kinds of devices whose memory it moves
     is_same_host: bool
-    nbytes_per_s: float = MEMORY_NBYTES_PER_S
+    nbytes_per_s: float = MEMORY_NBYTES_PER_S  # the rate that routing assumes
     help: str = ""
     title: str = ""
     package: str = ""

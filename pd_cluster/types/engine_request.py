@@ -25,7 +25,7 @@ class Status(enum.Enum):
 
 
 class Retention(NamedTuple):
-    """Keeps cached blocks longer than others until a time by the engine's clock. Owners have equal shares of this."""
+    """Keeps cached blocks longer than others, until a time by the engine's clock. Owners have equal shares of space."""
 
     owner: str
     until_s: float
@@ -207,7 +207,7 @@ def sibling(request: Request, **own: Any) -> Request:
 
 
 def resume(request: Request, resumed: Resumed) -> Request:
-    """Returns the request as this sequence, with the tokens that it had elsewhere. Siblings share only the prompt."""
+    """Returns a sequence that resumes with the tokens that it got elsewhere. Siblings share only the prompt."""
     return sibling(
         request,
         index=resumed.index,

@@ -16,7 +16,7 @@ class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `transports` are those of its lanes, sorted, without repeats. `precision` names the difference between KV cache that
     has landed and KV cache computed at D ("": none; see kv.pool_route.PoolRoute). These two fields are known once the
-    link is up. The first transfer opens a link at rest. `reason` says why the link is not up, with settings as
+    link is up. A link at rest opens when a transfer needs it. `reason` says why the link is not up, with settings as
     `errors.called` returns them; /instances shows them as flags.
     """
 

@@ -43,22 +43,21 @@ class DraftReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
+    """One token of one sequence.
 
-    `score`: the accumulated log-probability of a beam search's candidate that is handed over. `earlier`: the preceding
-    tokens that are sent together with this one, from the same step, or from many steps if the client does not read
-    tokens one by one; `earlier_logprobs` are their log-probabilities, if requested. `drafts`: None when there is
-    nothing to report.
+    `earlier`: the preceding tokens that are sent together with this one, from the same step, or from many steps if the
+    client does not read tokens one by one; `earlier_logprobs` are their log-probabilities, if requested. `drafts`: None
+    when there is nothing to report.
     """
 
     request_id: str
-    attempt: int
+    attempt: int  # counts dispatches from 0
     index: int
-    position: int
+    position: int  # counts output tokens from 0
     token_id: TokenId
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
-    score: float | None = None
+    score: float | None = None  # of a beam search's candidate that is handed over: the accumulated log-probability
     earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()
     drafts: DraftReport | None = None
     earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()

@@ -91,24 +91,21 @@ def largest_id(token_ids: Sequence[int]) -> int:
 class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """A request's parameters, carried whole from validation to the engines and never changed.
 
-    A field that is added here reaches every sequence of every attempt. Requests share cached KV only with requests of
-    the same `cache_salt` and `variant`. `variant` names an adapted form of the model (variants.py); "" is the model
-    itself. `spans` are in order and disjoint; requests share their cached KV only if their contents are equal. `images`
-    has the image of each span; without images, the tokens of spans are computed as they are. `rope_positions` None:
-    each token's rotary position is its index; blocks are shared only if their positions are equal.
+    A field that is added here reaches every sequence of every attempt. Requests share cached KV only if they have the
+    same `cache_salt` and `variant`, and only of blocks with equal `spans` and rotary positions.
     """
 
     prompt_token_ids: list[int]
     sampling: Sampling
     cache_salt: str = ""
-    variant: str = ""
+    variant: str = ""  # names an adapted form of the model (variants.py); "": the model itself
     session: str = ""  # requests of one session prefer the instance that has their KV cache
     priority: int = 0  # lower values come first; batches' are above BATCH_PRIORITY / 2
     gathers: bool = False  # the client does not read tokens one by one, so several may be sent together
     batch: str = ""  # names a group of answers that the caller needs only together; "": not in a group
-    spans: tuple[Span, ...] = ()
-    images: tuple[Image, ...] = ()
-    rope_positions: RopePositions | None = None
+    spans: tuple[Span, ...] = ()  # in order and disjoint
+    images: tuple[Image, ...] = ()  # one for each span; without images, the tokens of spans are computed as they are
+    rope_positions: RopePositions | None = None  # None: each token's rotary position is its index
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; wrong tokens cost only time
     may_draft: bool = True  # False: each step computes one token of the request
     reports_drafts: bool = False  # outputs report the drafts of every step; see DraftReport

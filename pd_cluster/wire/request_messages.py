@@ -29,14 +29,7 @@ class Wake(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """One leg of one attempt at a request.
-
-    `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
-    `may_be_full`: the receiver may refuse it because too many legs wait already (`LegEnd.is_full`). `keep`: asks for a
-    record that outlives the sender's connection. `owner`: the pseudonym of the client of a request with an adapter;
-    clients take turns in having adapters loaded. `pull`: the peer whose caches may have the prompt's prefix.
-    `weights_epoch`: the version of both legs; an instance with another version refuses the leg.
-    """
+    """One leg of one attempt at a request."""
 
     request_id: str
     attempt: int
@@ -46,13 +39,13 @@ class Submit(Message, frozen=True):
     order: RequestSpec
     deadline_s: float  # seconds from now; 0: none
     resumed: list[Resumed] = []  # for a hybrid leg: the sequences that resume; empty: all, from the beginning
-    weight: int = 0
-    may_be_full: bool = False
+    weight: int = 0  # the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers
+    may_be_full: bool = False  # the receiver may refuse it because too many legs already wait (`LegEnd.is_full`)
     encoders: list[str] = []  # "name@epoch" of an encoder for each image, "" for images without; empty: no encoder
-    keep: Keep | None = None
-    owner: Owner = b""
-    pull: PullHint | None = None
-    weights_epoch: int = 0
+    keep: Keep | None = None  # asks for a record that outlives the sender's connection
+    owner: Owner = b""  # the client's pseudonym, if the request has an adapter; clients take turns in loading adapters
+    pull: PullHint | None = None  # a peer whose caches may have the prompt's prefix
+    weights_epoch: int = 0  # the version of the weights of both legs; an instance with another version refuses the leg
 
 
 class Abort(Message, frozen=True):

@@ -16,20 +16,18 @@ PROMPT_TOKEN_NBYTES, TOKEN_NBYTES, LOGPROB_NBYTES = 40, 160, 112  # approximate 
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Asks the decoding instance to keep a record. `digest`: the hash of the stream's token and its API key's tenant.
+    """Asks the decoding instance to keep a record of a stream.
 
-    `window_s`: how long the record stays without a reader. `capacity_nbytes`: the limit for all records of that
-    instance. `recipe`: what a scheduler needs in addition to the request spec to write the same answer. `prompt` and
-    `tokens`: results of the request's earlier attempts. `owner`: the tenant's pseudonym; tenants share the capacity.
+    `prompt` and `tokens`: results of the request's earlier attempts.
     """
 
-    digest: Digest
-    window_s: float
-    capacity_nbytes: int
-    recipe: bytes
+    digest: Digest  # the hash of the stream's token and its API key's tenant
+    window_s: float  # how long the record stays without a reader
+    capacity_nbytes: int  # the limit for all records of that instance
+    recipe: bytes  # the data, in addition to the request spec, that a scheduler needs to write the same answer
     prompt: PromptOutput | None = None
     tokens: list[TokenOutput] = []
-    owner: Owner = b""
+    owner: Owner = b""  # the tenant's pseudonym; tenants share the capacity
 
     def __repr__(self) -> str:
         return "Keep(…)"

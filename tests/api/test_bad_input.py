@@ -34,7 +34,7 @@ MAX_DEPTH = 64
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
-    """Runs a repeated stream beside all of these requests, whose text must stay the same; nothing stays held."""
+    """A stream that is repeated beside all these requests must keep its text; nothing stays held."""
     with nothing_left(cluster), Canary(cluster).singing():
         yield
 

@@ -60,7 +60,7 @@ def test_cached_prompts_of_one_key_are_nothing_to_another(guarded: LiveCluster) 
     assert cached(guarded, FIRST, secret) == 0
     assert [cached(guarded, FIRST, secret) for _ in range(NUM_TRIES)] == [96] * NUM_TRIES
     guesses = [secret, secret[:50], [*secret[:50], 1]]
-    assert [cached(guarded, SECOND, guess) for guess in guesses] == [0, 48, 48], "the second key finds only its own"
+    assert [cached(guarded, SECOND, guess) for guess in guesses] == [0, 48, 48], "the second key must find only its own"
     assert cached(guarded, FIRST, secret, cache_salt="mine") == 0
 
 

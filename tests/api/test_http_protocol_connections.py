@@ -23,7 +23,7 @@ NUM_SPARE = ConnectionLimits().spare
 
 @pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n" + GET, b"\r\n"], ids=["nothing", "half", "a second", "crlf"])
 async def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    """Also applies to a slow head with steady progress."""
+    """The deadline also ends a slow head with steady progress."""
     monkeypatch.setattr(connection_limiter, "HEAD_TIMEOUT_S", 0.3)
     async with serving() as at:
         client = await at.connect()
@@ -121,7 +121,7 @@ async def test_one_address_does_not_take_the_others_places() -> None:
             client.close()
 
 
-# ---- the log
+# ---- uploads
 
 
 async def test_an_upload_has_time_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ def test_a_file_that_is_read_again_disturbs_nothing(keyed: Keyed) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_is_started_again_has_the_new_keys(keyed: Keyed) -> None:
-    """Also after kill -9 while the file is broken."""
+    """After kill -9 of the API processes, their successors have the reloaded keys; spent requests stay spent."""
     scheduler = keyed.processes["scheduler"].pid
     since_s = spend_all(keyed)
     keyed.write(*KEYS[:-1], key_of("third"))

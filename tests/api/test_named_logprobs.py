@@ -126,7 +126,7 @@ def test_a_prompt_tells_the_tokens_that_are_named(cluster: LiveCluster, model: P
 @pytest.mark.parametrize(
     ("more", "sampling", "says"),
     [
-        ({}, {"prompt_logprob_token_ids": [[5], [6]]}, "4 scored rows"),
+        ({}, {"prompt_logprob_token_ids": [[5], [6]]}, "4 scored tokens"),
         ({"stream": True}, {"prompt_logprob_token_ids": [[5]] * 4}, "stream"),
         ({}, {"prompt_logprob_token_ids": [[1 << 20]] * 4}, "not in the vocabulary"),
     ],

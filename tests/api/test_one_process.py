@@ -29,7 +29,7 @@ def test_requests_end_or_wait_when_the_operator_says_so(cluster: LiveCluster) ->
 
 
 def asleep(cluster: LiveCluster) -> list[float]:
-    """Returns metrics: whether instances are awake, without KV cache, and also without weights."""
+    """Returns, per instance, three flags: awake, asleep without KV cache, asleep also without weights."""
     text = cluster.client.get(f"{cluster.url}/metrics").text
     families = [each for each in text_string_to_metric_families(text) if each.name == "vllm:engine_sleep_state"]
     return [sample.value for family in families for sample in family.samples]

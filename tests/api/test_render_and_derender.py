@@ -58,7 +58,7 @@ def test_a_rendered_message_is_answered_as_the_message_is(cluster: LiveCluster, 
     assert answer["usage"]["prompt_tokens"] == sum(
         expected["usage"][name] for name in ("input_tokens", "cache_read_input_tokens")
     )
-    assert post(cluster, "/v1/messages/render", messages=HELLO).json()["type"] == "error", "Anthropic's shape"
+    assert post(cluster, "/v1/messages/render", messages=HELLO).json()["type"] == "error", "expected Anthropic's shape"
 
 
 def test_rendered_items_are_answered_as_they_are(cluster: LiveCluster, tokenizer: Tokenizer) -> None:

@@ -37,7 +37,7 @@ MAX_SEQUENCES = 4
 MAX_OPTIONAL_FIELDS = 4
 NEEDS_A_STORE = {
     f"/v1/responses/{{response_id}}{rest}" for rest in ("", "/cancel", "/input_items")
-}  # there is none here
+}  # this cluster stores no responses
 ALWAYS_REFUSED = NEEDS_A_STORE | {"/v1/responses/compact"}
 
 local = threading.local()

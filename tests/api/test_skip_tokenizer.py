@@ -1,4 +1,4 @@
-"""A server without a tokenizer takes and returns token ids, and refuses everything that needs text by name."""
+"""A server without a tokenizer takes and returns token ids; requests that need text get an error that says so."""
 
 from __future__ import annotations
 

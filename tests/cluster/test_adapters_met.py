@@ -37,7 +37,7 @@ def folders(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """A prefill instance of two ranks, and decode instances over gloo and shared memory; each holds two adapters."""
+    """Yields a two-rank prefill instance, and decode instances over gloo and shared memory; each holds two adapters."""
     flags = ["--enable-lora", "--enable-prompt-adapter", "--max-loras=2", "--max-cpu-loras=2", "--num-blocks=512"]
     flags += [f"--lora-modules={name}={folders[name]}" for name in LORAS]
     flags += [f"--prompt-adapters={name}={folders[name]}" for name in PROMPTS]

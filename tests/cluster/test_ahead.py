@@ -32,7 +32,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, notes: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One prefill instance, a decode instance over host memory, and one over gloo."""
+    """Yields a prefill instance, a decode instance over host memory, and one over gloo."""
     transports = {"decode-0": [f"--kv-transport={SAME_HOST}"], "decode-1": ["--kv-transport=dist"]}
     paths = [str(SHIM), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     with pytest.MonkeyPatch.context() as patch:

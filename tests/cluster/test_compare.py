@@ -73,7 +73,7 @@ def test_two_servers_in_turn(tmp_path: Path) -> None:
     values = {each["name"]: each["value"] for each in written["results"]}
     assert values["split / hybrid: ttft_p50"] > 0
     assert written["slo"]["ttft_s"] > 0
-    assert "constant work beside the runs" in done.stdout
+    assert "constant work between the runs" in done.stdout
     assert (tmp_path / "out.svg").stat().st_size > 1000
 
 

@@ -195,7 +195,7 @@ def test_a_page_loads_three_files_and_keeps_them(pages: Pages, links: Callable[[
     assert len(files) <= 3, files
     page.reload()
     page.wait_for_selector("g.instance")
-    assert [size for name, size in page.evaluate(names) if "/page-" in name] == [0, 0], "from the browser's cache"
+    assert [size for name, size in page.evaluate(names) if "/page-" in name] == [0, 0], "they must be cached"
     assert pages.complaints == []
 
 

@@ -278,7 +278,7 @@ def test_kill_9_of_all_decode_instances(cluster: LiveCluster, model: Path, expec
 
 
 def test_a_decode_instance_that_stands_still(cluster: LiveCluster, model: Path, expected: list[int]) -> None:
-    """A stopped decode instance is given up for its silence; once continued, it drops its requests and serves again."""
+    """A stopped decode instance counts as dead after some silence; once continued, it drops its requests and serves."""
     stream, begun, victim = caught(cluster)
     cluster.kill_rank(victim, signal.SIGSTOP)
     try:

@@ -66,7 +66,7 @@ def test_the_same_head_on_both_sides(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Two prefill instances, one without a head, and two decode instances with different heads, one over gloo."""
+    """Yields two prefill instances, one without a head, and two decode instances with other heads, one over gloo."""
     folder = tmp_path_factory.mktemp("heads")
     model = make_checkpoint(folder / "model", "llama", max_position_embeddings=4096)
     one, other = (eagle3(make_eagle3_head(folder / f"{seed}", model, seed=seed, **TAPS)) for seed in (1, 2))

@@ -127,7 +127,7 @@ def test_roles_there_and_back(cluster: Elastic, stream: SteadyStream) -> None:
 def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
     port = cluster.instance("prefill-0")["port"]
     with stream.running():
-        assert cluster.does("remove", "prefill-0") == "prefill-0 has left; its process may be ended"
+        assert cluster.does("remove", "prefill-0") == "prefill-0 has left; you can end its process now"
         assert list(cluster.roles()) == ["prefill-1", "decode-0", "decode-1"]
         assert cluster.does("add", "prefill-0", f"--port={port}") == "prefill-0 is here"
         assert list(cluster.roles()) == list(ROLES)
@@ -219,7 +219,7 @@ def test_a_worker_that_starts_again_keeps_the_role_that_it_was_given(cluster: El
 
 
 def test_a_scheduler_that_starts_again_knows_the_tables_roles(cluster: Elastic, stream: SteadyStream) -> None:
-    assert cluster.roles()["prefill-1"] == "decode", "left by the previous test"
+    assert cluster.roles()["prefill-1"] == "decode", "the previous test must leave this role"
     cluster.kill("scheduler")
     cluster.await_exit("scheduler")
     cluster.start_member("scheduler")

@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One prefill instance, a decode instance over host or device memory, and one over gloo."""
+    """Yields a prefill instance, a decode instance over host or device memory, and one over gloo."""
     transports = {"decode-0": [f"--kv-transport={SAME_HOST}"], "decode-1": ["--kv-transport=dist"]}
     folder = tmp_path_factory.mktemp("exact")
     with LiveCluster(folder, model, num_decode=2, arguments=FLAGS, member_arguments=transports) as running:
@@ -49,9 +49,9 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def complete_all(cluster: LiveCluster, model: Path, prompts: list[list[int]]) -> None:
-    """Sends all at once, compares each with the reference; both decode instances must have received KV cache.
+    """Sends all prompts at once and compares each answer with the reference; both decode instances must serve.
 
-    An instance that answers before the next request is sent may get that one as well; then sends other prompts.
+    An instance that answers before the next request is sent may get that one, too; if so, sends other prompts.
     """
     before = {name: cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1")}
 

@@ -85,7 +85,7 @@ def test_a_stream_goes_on_token_for_token_after_a_death(checkpoint: Checkpoints,
 
 
 def test_pairs_that_may_differ(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """With --allow-mixed-kv, float32 at prefill and int8 at decode: the link reports it; first tokens are prefill's."""
+    """With --allow-mixed-kv, float32 at prefill and int8 at decode: links report it; first tokens fit either."""
     model = checkpoint("llama")
     unlike = {
         "decode-0": ["--kv-cache-dtype=int8", "--kv-transport=shm"],

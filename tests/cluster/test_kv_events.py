@@ -36,7 +36,7 @@ def test_a_router_outside_of_the_cluster_knows_every_cache(checkpoint: Checkpoin
         cluster.assert_home()
 
         def known(at: int) -> set[int | bytes]:
-            """Returns the blocks after all of an instance's batches; none has left the buffer."""
+            """Returns the blocks cached after all batches of an instance, all of which are still in its buffer."""
             mirror = Mirror()
             reader = Reader(context, f"tcp://127.0.0.1:{port + at}")
             past = reader.past(f"tcp://127.0.0.1:{port + 2 + at}", 0)

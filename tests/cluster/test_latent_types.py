@@ -41,7 +41,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One rank, with a decode rank over host memory and one over gloo with another block size."""
+    """Yields a prefill rank, a decode rank over host memory, and one over gloo with another block size."""
     own = {
         "decode-0": [f"--kv-transport={SAME_HOST}"],
         "decode-1": ["--kv-transport=dist", f"--block-size={OTHER_BLOCKS}"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,9 @@ def test_ranks_of_other_numbers(tmp_path: Path, folder: Path, sizes: tuple[int, 
         outputs = [running.complete(prompt, MAX_TOKENS) for prompt in prompts]
         assert_all_same(folder, prompts, outputs, MAX_TOKENS)
         num_tokens = sum(-(-length // BLOCK_SIZE) * BLOCK_SIZE for length in LENGTHS)  # whole blocks
-        expected = sizes[1] * num_tokens * 3 * (40 + 8) * 4
+        config = json.loads((folder / "config.json").read_text())
+        width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        expected = sizes[1] * num_tokens * config["num_hidden_layers"] * width * 4
         running.wait_until(
             "all latents are counted, once for each rank",
             lambda: running.instance("decode-0")["kv_received_nbytes"] == expected,

@@ -1,8 +1,7 @@
 """Prompts of a million tokens through one prefill and one decode instance: memory, event loop, work, other requests.
 
-The model has one layer with one head of 16. With
-a window of 64, a million tokens take seconds; with full attention a quarter of an hour of one core. Prompts of 128k
-tokens use full attention.
+The model has one layer with one head of 16. With a window of 64, a million tokens take seconds; with full attention
+they take one core a quarter of an hour. Prompts of 128k tokens use full attention.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def windowed(
 
 @pytest.mark.parametrize("kind", ["ids", "known ids", "text"])
 def test_a_million_tokens(windowed: LiveCluster, holds_file: Path, kind: str) -> None:
-    """Sends ids and text, and the ids again, whose prefix is cached then."""
+    """Sends ids, the same ids again, whose prefix is then cached, and text."""
     ids = tokens_of(MILLION)
     prompt = "".join(chr(97 + token_id % 26) for token_id in ids) if kind == "text" else ids
     num_steps = answer_million(windowed, holds_file, prompt, is_known=kind == "known ids")
@@ -156,7 +155,7 @@ def lines_of(file: Path) -> list[list[str]]:
 def test_short_requests_are_answered_beside_a_long_prompt_whose_tokens_stay_the_same(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Thirty short requests are answered meanwhile; the long prompt's tokens equal those of large steps alone."""
+    """Thirty short requests are answered meanwhile; the long prompt's tokens equal those that it gets alone."""
     model, prompt = checkpoint("llama", **TINY), tokens_of(LONG)
     found: dict[str, list[int]] = {}
     with SpawnedCluster(
@@ -180,7 +179,7 @@ def test_short_requests_are_answered_beside_a_long_prompt_whose_tokens_stay_the_
         cluster.client.timeout = httpx.Timeout(TIMEOUT_S)
         found["alone"] = cluster.complete(prompt, 8, ignore_eos=True)
     assert found["beside"] == found["alone"]
-    assert num_steps > LONG // 256, "chunks shrank"
+    assert num_steps > LONG // 256, "chunks must stay small"
 
 
 def test_first_token_work_grows_with_the_prompt(windowed: LiveCluster) -> None:

@@ -96,7 +96,7 @@ def test_greedy_and_seeded_are_those_of_one_process(split: OfflineService, one: 
 
 
 def test_answers_of_a_batch_are_those_of_one_process(split: OfflineService, one: OfflineService) -> None:
-    """Decode may delay steps to gather sequences, but not forever, though the batch exceeds the pool."""
+    """Decode may delay steps to gather sequences, but the batch ends even though it exceeds the pool."""
     prompts = [[5 + at % 40] * (1 + at * 7 % 60) for at in range(60)]
 
     async def batch_of(offline: OfflineService) -> list[Piece]:

@@ -31,7 +31,7 @@ def count(cluster: LiveCluster, name: str, said: str) -> int:
 
 
 def assert_all_go_on(cluster: LiveCluster, pause: Callable[[], None]) -> None:
-    """Asserts that long streams, running again before each next pause, give the same tokens as without pauses."""
+    """Asserts that long streams give the same tokens as without pauses; each one runs again before the next pause."""
     expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
     before = count(cluster, "scheduler", "continues at")
     streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(NUM_STREAMS)]

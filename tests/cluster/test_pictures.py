@@ -184,7 +184,7 @@ def test_videos(cluster: LiveCluster, model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
-    """One of the ranks computes each picture; if a rank dies before its share is ready, nothing waits for it."""
+    """Each picture is computed by only one rank; if a rank dies before its share is ready, nothing waits for it."""
     tp = {"prefill-0": 2, "decode-0": 1}
     flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist"]
     with LiveCluster(tmp_path, model, arguments=flags, tp_sizes=tp) as cluster:

@@ -1,4 +1,4 @@
-"""Prefill instances pull cached prefixes from each other: tokens are the same, and a dead end leaves nothing held."""
+"""Prefill instances pull cached prefixes from each other: tokens are the same; nothing stays held if an end dies."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def steer(cluster: LiveCluster, target: str) -> None:
         if cluster.instance(name)["state"] != wanted:
             cluster.order(f"/instances/{name}/{command}")
             cluster.wait_until(f"{name} is {wanted}", lambda: cluster.instance(name)["state"] == wanted)  # noqa: B023
+    after = cluster.instance(other)["num_heartbeats"] + 2  # by then it has reported all its blocks
+    cluster.wait_until("its blocks are known", lambda: cluster.instance(other)["num_heartbeats"] >= after)
 
 
 def pulled(cluster: LiveCluster, name: str) -> tuple[int, int]:

@@ -140,7 +140,7 @@ def test_lanes(sizes: tuple[int, int], lanes: list[tuple[int, int]]) -> None:
 
 
 def test_two_instances_on_one_npu_prove_nothing() -> None:
-    """Two instances on one NPU, as in a container with two of four cards, prove nothing; CPUs, GPUs may be shared."""
+    """Two instances on one NPU, as in a container with two of four cards, prove nothing; CPUs and GPUs may share."""
     names = [("prefill-0", 0), ("prefill-0", 1), ("decode-0", 0), ("decode-0", 1)]
     found = pair_probes.shared_npus(dict(zip(names, ["npu:0", "npu:1", "npu:0", "npu:1"], strict=True)))
     assert list(found) == ["decode-0"]

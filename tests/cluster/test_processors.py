@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """A prefill instance of two ranks, and decode instances of one and two ranks."""
+    """Yields a prefill instance of two ranks, and decode instances of one and two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
         flags = [*FLAGS, "--logits-processors", ",".join(NAMES)]

@@ -226,7 +226,7 @@ def test_bench_of_a_running_server_counts_its_kv_bytes(serving: Serving, tmp_pat
 
 
 def test_a_dead_worker_is_shown_and_a_signal_ends_all(serving: Serving) -> None:
-    """The last test that uses `serving`, because it ends it."""
+    """Ends the quickstart, so this is the last test that uses `serving`."""
     instances = httpx.get(f"http://127.0.0.1:{serving.port + 1}/instances", trust_env=False).json()["instances"]
     (decode,) = [entry["pid"] for entry in instances if entry["instance_id"] == "decode-0"]
     assert decode in started_by(serving.process.pid)

@@ -86,7 +86,7 @@ def test_with_a_table(checkpoint: Checkpoints, tmp_path: Path, state: str) -> No
 
 
 def test_the_scheduler_restarts_while_prefill_is_dead(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Then decode restarts, then the scheduler again; neither knows of the earlier pair."""
+    """Decode restarts, too, then the scheduler again, so that no process remembers the dead instance."""
     model = checkpoint("llama")
     with LiveCluster(tmp_path, model) as cluster:
         kill(cluster, "prefill-0")

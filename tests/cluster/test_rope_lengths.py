@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Yields two ranks on one side and one on the other."""
+    """Yields a one-rank prefill instance, and decode instances of two ranks and of one."""
     arguments = ["--max-model-len=1024", "--num-blocks=256"]
     place = tmp_path_factory.mktemp("rope")
     sizes = {"decode-0": 2}

@@ -1,5 +1,5 @@
-"""The reference deployment's own lines, word for word where a machine without NPUs allows it: rank tables from
-pd_ranktable_tools.py, three times start_servers.sh from another folder, curl; and what its operators get wrong.
+"""The reference deployment's commands, unchanged where a machine without NPUs allows it: rank tables from
+pd_ranktable_tools.py, start_servers.sh three times from another folder, curl. Also operators' typical mistakes.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_node_ports_in_the_wrong_order(deployed: Servers) -> None:
 
 
 def test_sigterm_ends_every_instance(deployed: Servers) -> None:
-    """The last test on `deployed`: it ends it."""
+    """Ends `deployed`, so this is its last test."""
     deployed.replace_scheduler()
     deployed.await_health(deployed.public)
     for process in deployed.processes.values():

@@ -59,8 +59,8 @@ def test_tokens_are_the_reference_s(cluster: LiveCluster, model: Path) -> None:
 
 
 def test_a_follower_s_end_is_its_instance_s(cluster: LiveCluster, model: Path) -> None:
-    """One dies, and one hangs while nothing is computed. Each gives one clear line and leaves no process behind;
-    after a restart, the instance serves.
+    """A follower dies, or hangs while nothing is computed. Its instance logs one clear line and leaves no process; the
+    one with the hang is restarted and serves.
     """
     sizes = cluster.launch.tp_sizes
     stops = "prefill-0" in sizes

@@ -1,5 +1,5 @@
-"""Pairs of unequal pools, and int8 on the wire: results are exact or say otherwise. Workers that do not fit the others
-are refused by name when they meet, and receive no requests.
+"""Pairs of unequal pools, exact or with int8 on the wire. Workers that do not match the others are refused when they
+connect, with an error that names them, and receive no requests.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def ask(cluster: LiveCluster, prompt: list[int]) -> tuple[str, tuple[int, ...]]:
 
 
 def test_unequal_blocks_and_int8_on_the_wire(cluster: LiveCluster, checkpoint: Checkpoints) -> None:
-    """Blocks are converted, and nothing is lost over shared memory. Over gloo a quarter of the bytes travels: the first
-    token is the prefill instance's, and the others are the same every time, also from its own prefix cache.
+    """Over shared memory, tokens are exact although block sizes differ. With int8 over gloo, the first token is exact,
+    because prefill chooses it, and all tokens are the same each time.
     """
     model, rng = checkpoint("llama"), random.Random(1)
     for length in (1, 7, 8, 9, 23, 25, 64, 100):

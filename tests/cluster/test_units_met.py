@@ -45,7 +45,7 @@ def num_preemptions(cluster: LiveCluster) -> int:
 def test_64_requests_while_members_fall_idle(
     checkpoint: Checkpoints, tmp_path: Path, architecture: str, prefill: UnitShape, decode: UnitShape
 ) -> None:
-    """Over shm and dist; then all at once in too small pools, with recomputing and swapping."""
+    """Requests arrive at random, over shm and dist; then more come at once than the pools hold, and are preempted."""
     folder, rng = checkpoint(architecture, **FULL.get(architecture, {})), random.Random(64)
     shared = random_prompt(rng, 48)
     prompts = [

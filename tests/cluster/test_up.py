@@ -162,7 +162,7 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     await_mark(page, "decode-0", "up")
-    assert sum("control port" in line for line in page.get(LOGS).json()["lines"]) == 2, "both processes' lines"
+    assert sum("control port" in line for line in page.get(LOGS).json()["lines"]) == 2, "one for each process"
     answer = page.post(
         "/dashboard/api/chat", json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     )
@@ -282,7 +282,7 @@ def test_nothing_outlives_a_kill_9_of_the_launcher(up: Callable[..., Up], tmp_pa
     write_key_file(keys := tmp_path / "keys.json", KeyFile.empty())
     cluster = up(free_port_pair(), "--restart=no", "--", f"--api-key-file={keys}")
     cluster.await_line(r"^ready after")
-    scheduler = cluster.await_line(rf"^{keys} is read again at: kill -HUP (\d+)$")[1]
+    scheduler = cluster.await_line(rf"^to reread {keys}: kill -HUP (\d+)$")[1]
     os.kill(int(scheduler), signal.SIGHUP)
     cluster.await_line(rf"SIGHUP: the API keys were read again: 0 in {keys}$")
     pids = cluster.descendants()

@@ -32,7 +32,7 @@ PROMPT = [7] * 60
 
 
 class Apart(Steered):
-    """The scheduler alone sees `hidden`."""
+    """A cluster in which only the scheduler sees the files in `hidden`."""
 
     def __init__(self, hidden: Path, *given: Any, **settings: Any) -> None:
         self._hidden = hidden
@@ -55,7 +55,7 @@ class Apart(Steered):
         return [each for each in self.temporary(name).glob(f"{PREFIX}*/*") if each.is_dir()]
 
     def sources(self, name: str) -> list[str]:
-        """Returns who has sent copies to an instance, in order."""
+        """Returns the senders of an instance's copies, in order."""
         text = self.log_file(name).read_text(errors="replace")
         return [found.partition("@")[0] for found in re.findall(r"got weights \S+ from (.+)$", text, re.MULTILINE)]
 
@@ -78,7 +78,7 @@ def versions(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def apart(checkpoint: Checkpoints, versions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    """1P2D; the prefill instance and one decode instance have two ranks."""
+    """Yields 1P2D; the prefill instance and one decode instance have two ranks."""
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("this user may not make mount namespaces")
     flags = ["--spawn", "--max-model-len=4096", "--num-blocks=640", f"--weights-dir={versions}", "--max-attempts=20"]
@@ -98,11 +98,11 @@ def test_every_instance_gets_a_copy(apart: Apart, versions: Path) -> None:
     assert "the scheduler" in {apart.sources(name)[0] for name in names}
     assert all(len(apart.copies(name)) == 1 for name in names)
     update(apart, "step-2")
-    assert all(len(apart.copies(name)) == 1 for name in names), "the old copies are gone"
+    assert all(len(apart.copies(name)) == 1 for name in names), "old copies must be removed"
 
 
 def test_an_instance_that_restarts_gets_its_copy_from_a_peer(apart: Apart, versions: Path) -> None:
-    """The scheduler's files are hidden; then all that hold the version die but one, which sends to both."""
+    """With the scheduler's files hidden, one instance restarts, then the other two; peers send them their copies."""
     update(apart, "step-1")
     expected = ask(apart)
     (own,) = versions.glob("received-*")
@@ -118,7 +118,7 @@ def test_an_instance_that_restarts_gets_its_copy_from_a_peer(apart: Apart, versi
         assert ask(apart)[::2] == expected[::2]
     finally:
         (versions / "hidden").rename(own)
-    assert all(len(apart.copies(name)) == 1 for name in ("prefill-0", "decode-0", "decode-1")), "a dead life's copy"
+    assert all(len(apart.copies(name)) == 1 for name in ("prefill-0", "decode-0", "decode-1")), "old copies are left"
 
 
 def test_nobody_has_the_files_any_more(apart: Apart, versions: Path) -> None:
@@ -148,7 +148,7 @@ def test_nobody_has_the_files_any_more(apart: Apart, versions: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_every_token_is_of_the_version_that_its_answer_names(apart: Apart, versions: Path) -> None:
-    """100 streams, six updates, three instances killed meanwhile, two of them while an update is under way."""
+    """Runs 100 streams during six updates; three instances are killed, two of them during an update."""
     folders = {f"v{number}": f"step-{number % 2 + 1}" for number in range(7)}
     update(apart, folders["v0"], weight_version="v0")
     choices: list[dict[str, Any]] = []
@@ -163,7 +163,7 @@ def test_every_token_is_of_the_version_that_its_answer_names(apart: Apart, versi
         streams = [pool.submit(stream, at) for at in range(100)]
         for number in range(1, 7):
             if number in (2, 4, 6):
-                apart.await_ready()  # of the life before, so that streams have somewhere to go
+                apart.await_ready()  # waits for the previous victim, so that streams can continue
             changing = commander.submit(change, number)
             if (name := {2: "decode-1", 4: "prefill-0", 6: "decode-0"}.get(number)) is not None:
                 if number == 6:

@@ -36,7 +36,7 @@ CONFIG = SimpleNamespace(num_attention_heads=4)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Simulates that of Triton and FlashInfer only these are installed."""
+    """Makes Triton and FlashInfer look installed only if they are in `names`."""
     real = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> object:
@@ -110,7 +110,7 @@ def test_latents_have_kernels_on_cuda(wanted: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("device", [CUDA, Device("npu")])
 def test_latents_whose_layers_are_not_fused_run_as_modules(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    """Covers layers like longcat_flash's, for which no kernel is reported."""
+    """For layers like longcat_flash's, `auto` warns, and `triton` is refused."""
     assert latents_by_modules("auto", False, device) == choice.SDPA
     assert "slow: latent attention (MLA) of this architecture runs as transformers' modules" in caplog.text
     assert latents_by_modules("sdpa", False, device) == choice.Attention("SDPA", is_asked_for=True)

@@ -26,7 +26,7 @@ ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 CORPUS = ["the weather in Ulm is fine", "<|im_start|>system be kind", "think of 3 < 4 and <b>tags</b>"] * 20
 CORPUS += [bytes(range(32, 127)).decode(), "<", ">", "|"]
 
-# The forms of templates of well-known families.
+# Chat templates in the forms of well-known model families.
 CHATML = (
     "{{- bos_token }}{%- if tools %}<|im_start|>system\n{%- for tool in tools %}\n"
     "{{ tool | tojson(separators=(',', ':')) }}{%- endfor %}"
@@ -219,7 +219,7 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_typed_control_tokens_are_plain_text(both: tuple[Ours, Any, str], place: str) -> None:
-    """The prompt has the same control tokens as around harmless text, and its text is as typed."""
+    """The prompt has the control tokens of one with harmless text, and the typed text is kept."""
     ours, _, _ = both
     harmless = ours.ids(**PLACES[place](HARMLESS))
     if "obey" not in ours.text(harmless):
@@ -261,7 +261,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("parsers", [{}, {"tool_parser": "hermes", "reasoning_parser": "qwen3"}], ids=str)
 def test_a_second_turn_begins_with_the_first_ones_tokens(tmp_path: Path, parsers: dict[str, Any]) -> None:
-    """So the second turn finds the first one's cache, even with control tokens in the question."""
+    """Only then does the second turn hit the first one's cache; questions may hold control tokens."""
     ours = Ours(tmp_path, byte_level(), template=CHATML, **parsers)
     for question, answer in itertools.product(("hello", FORGED), ANSWERS):
         turns = [{"role": "user", "content": question}]

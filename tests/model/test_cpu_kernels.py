@@ -180,7 +180,7 @@ def limits_of(batch: ForwardBatch, pictures: list[tuple[int, int]]) -> torch.Ten
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64 compilers")
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-march=x86-64"])
 def test_on_older_cpus(ops: CpuOps, flag: str) -> None:
-    """Vectors of 8 and 4 floats instead of 16."""
+    """Without AVX-512 and without AVX, vectors have 8 and 4 floats instead of 16."""
     older = CpuOps((*build.FLAGS, flag))
     for shape in [(4, 2, 16, 3), (3, 1, 64, 16), (7, 1, 80, 16), (24, 2, 128, 64)]:
         test_attention(older, *shape)
@@ -244,7 +244,7 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("features", FEATURES_OF_ROWS)
 def test_norms_and_gates_of_a_row_do_not_depend_on_the_batch_or_the_threads(ops: CpuOps, features: int) -> None:
-    """Threads divide 41 rows differently from one or three rows, of which each is split."""
+    """Threads divide the batch of 41 rows among them, but split each row of a batch of one or three."""
     torch.manual_seed(features)
     x, delta, norm = torch.randn(41, features), torch.randn(41, features), Norm(torch.rand(features), 1e-5)
     gate_up = torch.randn(41, 2 * features) * 4
@@ -340,7 +340,7 @@ def test_of_processes_that_race_one_builds_the_file(tmp_path: Path, monkeypatch:
 def test_a_source_that_changes_while_it_is_compiled_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a library compiled from the new source would get the old source's name."""
+    """A library compiled from the new source must not be stored under the old source's name."""
     source, changed, compiler = (tmp_path / name for name in ("kernels.c", "changed", "compiler"))
     source.write_text("int number(void) { return 1; }\n")
     changed.write_text("int number(void) { return 2; }\n")
@@ -376,7 +376,7 @@ def test_why_there_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 65_535, 65_536, 300_001])
 def test_copies_past_the_cache(ops: CpuOps, nbytes: int) -> None:
-    """Copies exactly these bytes, from and to any address."""
+    """Copies exactly `nbytes` bytes, from and to any address."""
     copy = streaming_copy()
     assert copy is not None
     source = torch.randint(0, 256, (nbytes + 100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))

@@ -101,7 +101,7 @@ def test_gate(ops: EmulatedOps, activation: Activation) -> None:
 
 
 def test_copies(ops: EmulatedOps) -> None:
-    """Copies exactly these bytes, from and to any address."""
+    """Copies exactly `nbytes` bytes, from and to any address."""
     source = torch.randint(0, 256, (70_000,), dtype=torch.uint8)
     for nbytes in (0, 1, 63, 64, 65, 65_537):
         for to, of in ((0, 0), (1, 0), (0, 3), (33, 7)):

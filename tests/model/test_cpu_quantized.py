@@ -196,7 +196,7 @@ def test_fp8(flags: tuple[str, ...], shape: tuple[int, int, int], activations: A
 
 @on_x86
 def test_fp8_where_a_thread_takes_subnormal_numbers_for_zeros(flags: tuple[str, ...]) -> None:
-    """If a library made the thread flush subnormals to zero, codes are still right, and the mode is restored."""
+    """Even if a library made the thread flush subnormals to zero, products are exact; the mode is restored."""
     codes = torch.arange(16 * 96).remainder(127).to(torch.uint8).view(16, 96)
     layer = fp8_weight_only_linear(codes.view(torch.float8_e4m3fn), torch.ones(16, 1), None, flags=flags)
     assert layer is not None
@@ -271,7 +271,7 @@ def test_prompts(flags: tuple[str, ...]) -> None:
 
 
 def test_rows_that_are_zero_infinite_or_not_numbers(flags: tuple[str, ...]) -> None:
-    """Such rows affect no other row, and do not become finite."""
+    """Such rows affect no other row; those with infinity or NaN do not become finite."""
     torch.manual_seed(0)
     for name, layer in layers_of(40, 96, flags).items():
         assert layer is not None
@@ -322,13 +322,13 @@ def test_shapes_and_rounding_of_activations(flags: tuple[str, ...]) -> None:
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without kernels there is no layer."""
+    """Impossible codes and scales raise errors; without kernels no layer is made."""
     if bf16_way() is None:
         pytest.skip("the kernels cannot be compiled here")
     codes, ones = torch.full((16, 64), 8, dtype=torch.int8), torch.ones(16, 1)
-    with pytest.raises(ModelError, match="codes from 8 to 8 are no codes of 4 bits"):
+    with pytest.raises(ModelError, match="codes from 8 to 8 are not 4-bit codes"):
         int4_linear(codes, CodeGrid(ones), None)
-    with pytest.raises(ModelError, match="2 scales of 64 inputs each for 64 inputs"):
+    with pytest.raises(ModelError, match="64 inputs cannot have 2 scales of 64 inputs each"):
         int8_linear(codes, torch.ones(16, 2), None, group=64)
     with pytest.raises(ModelError, match="is NaN"):
         fp8_weight_only_linear(torch.full((16, 64), float("nan")).to(torch.float8_e4m3fn), ones, None)

@@ -176,7 +176,7 @@ def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any
     if dtype != "float32":  # uses tensor cores; on Hopper its own instruction for big tiles
         assert prefill["wgmma" if arch == 90 else "mma"] > 0, prefill
         assert decode["mma"] > 0, decode
-    if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM run side by side; of eight warps, one at a time
+    if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM programs fit; with eight warps only one does
         assert decode["shared_nbytes"] * PROGRAMS_PER_SM <= SHARED_NBYTES[arch], decode
         assert decode["registers"] * 128 * PROGRAMS_PER_SM <= 65536, decode
 
@@ -187,8 +187,8 @@ COMPILED: dict[str, dict[str, Any]] = {
     "codes": {"pool_dtype": "int8"},
     # With `--deterministic` all key tiles are masked.
     "uniform": {"is_uniform": True},
-    # Triton specialises arguments that are 1: one KV head, a window of one token. Kernels begin before the
-    # previous one ends, and access nothing until then.
+    # Triton specialises arguments that are 1: one KV head, a window of one token. With `pdl`, a kernel begins
+    # before the previous one ends, and accesses no memory until then.
     "ones": {
         "head_dim": 64,
         "group": 8,
@@ -241,7 +241,7 @@ def test_attention_to_latents_compiles_and_fits(
 @needs_triton
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_attention_to_listed_latents_compiles_and_fits(compiler: TritonChild, arch: int) -> None:
-    """In the widths of DeepSeek-V3.2 and GLM-5; each token has a list of slots. In float32 registers are spilled."""
+    """Uses the widths of DeepSeek-V3.2 and GLM-5; each token has a list of slots. float32 would spill registers."""
     check_latents(compiler, arch, "bfloat16", num_heads=128, widths=(512, 64), has_lists=True)
 
 

@@ -43,7 +43,7 @@ RUNS = [(name, way) for name in ON_GPU for way in WAYS if way != "speed-ups" or 
 def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
     architecture: str, way: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """In float32; a difference is allowed only where the reference's two best logits are within 1e-4."""
+    """float32 tokens may differ only where the reference's two best logits are within 1e-4."""
     given = dict(WAYS[way])
     if way == "speed-ups" and torch.cuda.get_device_capability() < (9, 0):
         given["cuda_speedups"] = ("prompt-graphs",)

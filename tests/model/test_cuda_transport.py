@@ -54,7 +54,7 @@ Ends = tuple[Callable[[wire.KVFrame], None], Callable[[wire.LinkValue], None]]
 
 
 class Exporter:
-    """P in a separate process. Passes frames to `put` and values to `meet`, once they are set."""
+    """P in a separate process. Passes frames to `put` and values to `meet`, after `connect` has set these."""
 
     def __init__(self, kind: str, choice: str) -> None:
         self.process = subprocess.Popen(

@@ -240,7 +240,7 @@ def hidden(error: Exception) -> Exception:
 def test_without_memory_for_a_graph_steps_run_eagerly(
     model: CausalLM, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Existing graphs stay in use; ranks that share a model cannot decide this separately."""
+    """Existing graphs stay in use. Ranks that share a model cannot decide this separately, so they raise the error."""
     world = World(model, refuse=lambda n: error if n else None)
     steps = [one_token_each(num_seqs) for num_seqs in (1, 2, 4, 1)]
     assert [world.graphs.compute(step) is not None for step in steps] == [True, False, False, True]

@@ -109,7 +109,7 @@ def test_norms_of_queries_and_layers_that_are_reported(tmp_path: Path) -> None:
 
 
 def test_threads_that_change_between_layers(tmp_path: Path) -> None:
-    """A call uses torch's number of threads at its beginning, which lending of cores may change."""
+    """A call uses as many threads as torch has when it begins; core lending may change that between calls."""
     runner, decoder = runner_of(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=10), quantization="w4a8")
     chunks = sequences(runner, 9)
     start = runner.pool.data.clone()
@@ -136,7 +136,7 @@ def test_threads_that_change_between_layers(tmp_path: Path) -> None:
 
 
 def test_what_it_does_not_take(tmp_path: Path) -> None:
-    """Not supported: norms after each half, experts, oneDNN's float32, and steps with unread rows."""
+    """One call does not support norms after each half, experts, oneDNN's float32, and steps with unread rows."""
     cases: dict[str, dict[str, Any]] = {"gemma2": {"quantization": "int8"}, "mixtral": {"quantization": "int8"}}
     if float_products.can_run():  # otherwise the kernels multiply float32
         cases["llama"] = {}

@@ -1,7 +1,7 @@
 """The examples of the offline documents as they are typed, with only import line and model path changed, and each
 documented call with its arguments in the document's order. All on a real engine.
 
-Images, adapters and quantised weights are refused by name; other tests show that.
+Other tests show that images, adapters and quantised weights are refused.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def test_a_call_with_every_option_by_its_place(pipe: AsyncEngine, name: str) -> 
 
 
 def test_generate_with_every_option_by_its_place(pipe: AsyncEngine) -> None:
-    """(messages, session_id, gen_config, chat_template_config, stream_response, sequence_start, sequence_end, step,
-    request_output_len, stop, stop_words, top_k, top_p, temperature, repetition_penalty, ignore_eos).
+    """Passes by position: messages, session_id, gen_config, chat_template_config, stream_response, sequence_start,
+    sequence_end, step, request_output_len, stop, stop_words, top_k, top_p, temperature, repetition_penalty, ignore_eos.
     """
 
     async def turn(*places: Any) -> list[Any]:
@@ -137,7 +137,7 @@ def test_generate_with_every_option_by_its_place(pipe: AsyncEngine) -> None:
 
 
 def test_a_generator_of_a_session(pipe: AsyncEngine) -> None:
-    """get_generator(stop, session_id), by place."""
+    """Calls get_generator(stop, session_id) by position."""
 
     async def ask() -> tuple[str, list[int]]:
         generator = await pipe.get_generator(False, 5)
@@ -153,7 +153,7 @@ def test_a_generator_of_a_session(pipe: AsyncEngine) -> None:
     pipe.end_session(5)
 
     async def end() -> None:
-        """Uses a generator as in LMDeploy's first version."""
+        """Awaits the calls, as LMDeploy's first version requires."""
         await pipe.stop_session(5)
         await pipe.end_session(5)
 
@@ -252,7 +252,7 @@ def test_a_script_with_two_ranks_starts_with_and_without_an_entry(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["print(pipe('hi').text)", "print(next(pipe.stream_infer('hi')).text)"])
 def test_a_script_that_never_closes_its_pipeline_ends_quietly(tmp_path: Path, end: str) -> None:
-    """In the middle of a stream: see test_documents_models.py."""
+    """A script that ends during a stream: see test_documents_models.py."""
     script = tmp_path / "script.py"
     script.write_text(f"from pd_cluster import pipeline\npipe = pipeline({MODEL!r})\n{end}\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False)
@@ -294,9 +294,9 @@ def test_a_taco_llm_with_every_argument_by_its_place() -> None:
 
 
 def test_taco_s_calls_by_place(llm: LLM) -> None:
-    """chat(messages, sampling_params, use_tqdm, lora_request, chat_template, add_generation_prompt) and
-    generate(prompts, sampling_params, prompt_token_ids, use_tqdm, lora_request, prompt_adapter_request,
-    guided_options_request).
+    """Calls, by position, chat(messages, sampling_params, use_tqdm, lora_request, chat_template,
+    add_generation_prompt) and generate(prompts, sampling_params, prompt_token_ids, use_tqdm, lora_request,
+    prompt_adapter_request, guided_options_request).
     """
     params = TacoParams(max_tokens=16, temperature=0)
     messages = [{"role": "user", "content": "hi"}]

@@ -166,7 +166,7 @@ def test_the_fields_of_an_answer(llm: LLM) -> None:
     assert len(one.outputs.text) == 6
     assert ids(one.outputs.text) == one.outputs.token_ids == one.outputs[0].token_ids
     assert one.outputs.text == one.outputs[0].text
-    assert one.outputs.send_idx == 5, "expected the last token's, counted from 0"
+    assert one.outputs.send_idx == 5, "expected the last token's index"
     assert one.outputs.reasoning_content is None
     (several,) = llm.generate(["hi"], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
     assert [each.index for each in several.outputs] == [0, 1, 2]
@@ -248,7 +248,7 @@ def test_the_metrics_of_a_request_are_in_order(llm: LLM) -> None:
 
 
 def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It follows from gpu_memory_utilization's share of memory, on a CPU of the host's."""
+    """It follows from kv_cache_memory, or from gpu_memory_utilization, on a CPU a share of the host's memory."""
     num_tokens = []
     cases: list[dict[str, Any]] = [{"kv_cache_memory": 0.01, "block_size": size} for size in (32, 64)]
     cases += [{"gpu_memory_utilization": share, "block_size": 64} for share in (0.0005, 0.002)]
@@ -312,7 +312,7 @@ def test_arguments_of_the_engine_act(path: Path) -> None:
             (output,) = llm.generate(["a"], SamplingParams(logprobs=3), use_tqdm=False)
             assert (output.error_msg or "").startswith("logprobs: 3 is more than this server's 2")
             (output,) = llm.generate([7] * 198, SamplingParams(ignore_eos=True, max_tokens=9), use_tqdm=False)
-            assert len(output.outputs.token_ids) == 2, "max_model_len"
+            assert len(output.outputs.token_ids) == 2, "max_model_len must limit it"
             pool = made[0].runner.pool
         assert (max(made[0].num_seqs), max(made[0].num_tokens)) == (3, 50)
         assert (pool.layout.block_size, pool.num_blocks) == (8, 70)

@@ -120,7 +120,7 @@ def test_an_example_with_a_picture(tmp_path: Path, path: Path, program: str) -> 
     found, asked = run(tmp_path, path, program)
     assert found["error"] is None
     assert found["text"]
-    assert found["prompt"].count(300) == 12, "at most 1024 pixels, 64 per token"
+    assert found["prompt"].count(300) == 12, "expected 1024 pixels or fewer, 64 per token"
     assert set(asked) == {f"/{FILE}"}
 
 

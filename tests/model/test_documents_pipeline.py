@@ -1,7 +1,7 @@
 """The effect of each documented option of LMDeploy's calls, sessions and chat templates, with a real engine.
 
 A session's answer must equal the answer to the whole conversation as one prompt.
-tests/unit/test_offline_pipeline_configs.py has the engine's settings of each field of its configurations.
+tests/unit/test_offline_pipeline_configs.py shows which engine setting each field of its configurations becomes.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def test_instance_num_is_how_many_are_answered_at_once(path: Path, reference: li
 
 
 def test_num_cpu_blocks_is_the_room_to_copy_to(path: Path, reference: list[list[int]]) -> None:
-    """A request that does not fit is recomputed; 0 means as much as the machine allows."""
+    """A request that does not fit there is recomputed; 0 means as many blocks as the machine allows."""
     gen_config = GenerationConfig(max_new_tokens=40, ignore_eos=True)
     for given, moves in ((3, False), (64, True), (0, True)):
         config = PytorchEngineConfig(

@@ -228,7 +228,7 @@ def test_min_p_leaves_those_that_are_likely_enough(ask: Ask, folder: Path) -> No
 
 
 def assert_left(ask: Ask, options: dict[str, Any], tokens: list[int]) -> None:
-    """Asserts that only these tokens are sampled, more than one of them; without the options also others."""
+    """Asserts that several of `tokens` and no others are sampled; without the options others are, too."""
     found = firsts(ask(NUM_SAMPLES, **ONE | options))
     assert len(found) > 1
     assert found <= {*tokens}

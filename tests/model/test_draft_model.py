@@ -104,7 +104,7 @@ def test_the_target_itself_drafts_what_it_will_say(
     assert_all_right(core, 150)
     assert (core.scheduler.num_preemptions > 0) == ("num_blocks" in settings)
     num_drafts = core.drafting.totals.num_draft_tokens
-    assert token_ids(run(core, traffic(1, sampling))) == expected, "from the prefix cache, whose twins are valid"
+    assert token_ids(run(core, traffic(1, sampling))) == expected, "the draft model's cached KV must be valid, too"
     assert_all_right(core, num_drafts + 150)
 
 
@@ -155,7 +155,7 @@ def test_after_sleep_nothing_is_taken_for_valid(checkpoint: Checkpoints) -> None
 def test_it_drafts_no_further_than_its_length(
     checkpoint: Checkpoints, architecture: str, keys: dict[str, int], most: int
 ) -> None:
-    """It drafts up to its length, or to a window shared by all layers, before which blocks are released."""
+    """A draft model drafts up to its maximum length, or up to its layers' window, which releases older blocks."""
     folder = checkpoint(architecture)
     core = make_core(folder, speculation=Speculation(methods=("draft_model",), model=str(folder), **keys), **ROOM)
     core.drafting.size = AnySize(5, least=1)
@@ -196,7 +196,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_go_together_is_refused_before_the_target_loads(checkpoint: Checkpoints, tmp_path: Path) -> None:
     target = checkpoint("llama")
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (checkpoint("llama", vocab_size=300), {}, f"has a vocabulary of 300, but {target} of 320; give another model"),
+        (checkpoint("llama", vocab_size=300), {}, f"of 300 tokens, but {target} has 320; give another model"),
         (other_tokens(target, tmp_path / "other"), {}, "lacks 2 of the 320 tokens of"),
         (tmp_path / "none", {}, "--speculative-config: model"),
         (target, {"max_model_len": 513}, "max_model_len 513: "),
@@ -216,7 +216,7 @@ def test_both_models_share_the_memory_of_the_pool(checkpoint: Checkpoints) -> No
         make_core(target, kv_cache_memory_gib=0.01, block_size=8, speculation=each).scheduler.blocks.num_blocks
         for each in (Speculation(), Speculation(methods=("draft_model",), model=str(draft)))
     )
-    assert both == pytest.approx(alone * 3 / 4, abs=1), "three layers, and one of the draft model"
+    assert both == pytest.approx(alone * 3 / 4, abs=1), "the draft model has a fourth layer"
 
 
 @pytest.mark.usefixtures("one_preloader")

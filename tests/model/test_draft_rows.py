@@ -51,7 +51,7 @@ MORE_KINDS: dict[str, dict[str, Any]] = {
     "bfloat16 pool": {"kv_cache_dtype": "bfloat16"},
 }
 WHOLE_NUMBERS = ("int4 pool", "bfloat16, int4 pool")  # latents keep 8 bits or more
-# 11,008 activations, of which three threads get parts that are not whole vectors.
+# Three threads divide 11,008 activations into parts that are not whole vectors.
 BIG: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 11008,
@@ -123,7 +123,7 @@ def test_rows_with_adapters(checkpoint: Callable[..., Path], tmp_path: Path) -> 
 
 
 def test_rows_behind_positions_of_their_own() -> None:
-    """Covers M-RoPE beside sequences whose positions are the indices."""
+    """Covers M-RoPE beside sequences whose positions equal their indices."""
     runner, rng = runner_of(shared_folder(make_vision, "qwen2_vl")), random.Random(2)
     prompt = [rng.randrange(1, 250) for _ in range(20)]
     orders = [RequestSpec(prompt, Sampling(), rope_positions=spread(rng, 20)), RequestSpec([1], Sampling())]

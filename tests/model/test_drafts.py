@@ -87,7 +87,7 @@ def assert_drafts_change_nothing(make: Callable[[], EngineCore], requests: Calla
 
 @pytest.mark.parametrize("architecture", [*KINDS, *SLOW_KINDS])
 def test_engines(checkpoint: Checkpoints, architecture: str) -> None:
-    """Runs ten requests at a time."""
+    """Runs ten requests together, with each kind of sampling twice."""
     folder = checkpoint(architecture)
     assert_drafts_change_nothing(
         lambda: make_core(folder, num_blocks=128, max_num_seqs=60, **WHOLE), lambda: requests_of(1)
@@ -133,7 +133,7 @@ def test_recomputation_keeps_tokens(checkpoint: Checkpoints, architecture: str) 
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_ranks(checkpoint: Checkpoints, architecture: str) -> None:
-    """Followers also compute rows of drafts, with the bits of two ranks without drafts."""
+    """Followers compute rows of drafts, too; all bits equal those of two ranks without drafts."""
     folder = checkpoint(architecture)
     settings = {**WHOLE, "num_blocks": 128, "max_num_seqs": 60}
     with ranks(folder, 2, **settings) as core:
@@ -157,7 +157,7 @@ def test_own_drafters(checkpoint: Checkpoints) -> None:
     orders = [RequestSpec((random_prompt(rng, 8) * 4)[: 20 + at], samplings[at % 3]) for at in range(6)]
 
     def asked(answers: Answers | None = None) -> list[Request]:
-        """Returns requests; given answers, the first half predict theirs with one wrong token."""
+        """Returns requests. If given answers, the first three requests predict their own with one wrong token."""
         requests = []
         for at, order in enumerate(orders):
             if answers is not None and at < 3:

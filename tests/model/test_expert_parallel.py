@@ -158,7 +158,7 @@ def experts_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each for name, each in parameters.items() if ".experts." in name}
 
 
-# Stored one by one under two names, stacked with biases, stacked under other names, without gates.
+# Their files store experts one by one (two namings), stacked with biases, stacked under other names, without gates.
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "gpt_oss", "granitemoe", "nemotron_h"])
 def test_each_rank_reads_and_holds_its_own_experts(
     checkpoint: Checkpoints, name: str, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +191,7 @@ def test_experts_are_counted_without_torch(checkpoint: Checkpoints) -> None:
 
 
 def check_unit(folder: Path, size: int, tp_size: int = 1, **settings: Any) -> None:
-    """Runs chunked prompts and prefix hits with unequal work per member; members without followers also end idle."""
+    """Runs chunked prompts, then prefix hits, with unequal work per member. Members of one rank may also be idle."""
     prompts = [prompts_of(1, 16, 41, 70), prompts_of(33), [], prompts_of(5, 90)][:size]
     sampling = GREEDY
     if tp_size > 1:

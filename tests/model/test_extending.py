@@ -176,7 +176,7 @@ def run(folder: Path, code: str, *arguments: str, module: str = "") -> str:
 
 
 def test_policy_setting_stage_and_attention(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    """A batch begins when the chat has ended; a batch aborted meanwhile never begins.
+    """The stage holds back a batch request until the chat request ends; one aborted meanwhile never begins.
 
     The new attention serves prompts and decode, in one process and over the split, which hands over its planes.
     """
@@ -202,7 +202,7 @@ def test_a_sampling_parameter(tmp_path: Path) -> None:
 
 
 def test_an_api_extension(tmp_path: Path) -> None:
-    """Its route requires the admin token, and coexists with the other extension's."""
+    """The extension's route requires the admin token, and the dashboard still answers beside it."""
     refused, counts, dashboard = run(extended(tmp_path, "An API extension"), EXTENSION).splitlines()
     assert (refused, dashboard) == ("401", "200")
     assert counts.startswith("{'ready': ")
@@ -210,7 +210,7 @@ def test_an_api_extension(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_transport(tmp_path: Path) -> None:
-    """It passes the transport tests, and a split cluster that uses it gives the tokens of one process."""
+    """The page's transport passes the transport tests, and a split cluster over it gives the tokens of one process."""
     folder = extended(tmp_path, "A transport")
     harness = ROOT / "tests/unit/test_transport.py"
     options = ("-vv", "-k", "proc", f"--rootdir={ROOT}", "-o", f"pythonpath={folder}")

@@ -1,6 +1,6 @@
-"""Prompts by flash-linear-attention: what it is given and what it leaves, with a fake in its place.
+"""Prompts by flash-linear-attention: a fake of it gets the right inputs and writes the right states.
 
-The reference are the kernels in C. cuda_fla_cases.py has the Triton path around it, and the library itself on a GPU.
+The C kernels are the reference. cuda_fla_cases.py tests the Triton path around it, and the library itself on a GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_rows_and_states_are_those_of_single_tokens(chunks: Any, name: str) -> N
     torch.manual_seed(1)
     case = CASES[name](SEGMENTS[-1][1])
     assert case.recurrence is not None
-    recurrence = replace(case.recurrence, norm=GatedNorm())  # the kernels in C then return what the norm would get
+    recurrence = replace(case.recurrence, norm=GatedNorm())  # so that the C kernels return the norm's input
     case = replace(case, recurrence=recurrence)
     pool, expected_pool = BlocksOfStates(case, 10), BlocksOfStates(case, 10)
     pool.data[:6] = expected_pool.data[:6] = 0
@@ -90,7 +90,7 @@ def sequences() -> list[slice]:
 
 
 def test_a_step_is_divided_into_runs_that_follow_each_other() -> None:
-    """At random: each row is computed once, after its sequence's earlier rows; each copy is made where it was due."""
+    """In random steps, each row is computed once, after its sequence's earlier rows; states are kept as planned."""
     rng = random.Random(1)
     for _ in range(200):
         lens = [rng.choice([1, 1, 2, 63, 64, 65, 200, 1000]) for _ in range(rng.randint(1, 50))]

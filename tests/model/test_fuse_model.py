@@ -148,7 +148,7 @@ def test_what_stays_with_transformers(
 
 
 def test_fields_that_configs_may_lack() -> None:
-    """transformers 5.17's gpt-oss lacks swiglu_alpha and swiglu_limit; one kind of layers decides on graphs."""
+    """transformers 5.17's gpt-oss lacks swiglu_limit. If the kinds of layers differ in rope, a dynamic one counts."""
     assert is_known(GptOssForCausalLM, SimpleNamespace())
     assert not is_known(GptOssForCausalLM, SimpleNamespace(swiglu_limit=5.0))
     mixed = {"sliding_attention": {"rope_type": "linear"}, "full_attention": {"rope_type": "dynamic"}}

@@ -64,7 +64,7 @@ def test_any_block_size(checkpoint: Checkpoints, block_size: int) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
 def test_up_to_the_last_position(checkpoint: Checkpoints, architecture: str) -> None:
-    """With learned positions the model's length is the table's, and the last token has a row."""
+    """With learned positions, the maximum length is the position table's, whose last row is used, too."""
     folder = checkpoint(architecture, max_position_embeddings=80)
     core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40)
     assert core.runner.max_model_len == 80  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ QUICK = (
     "olmoe",
     "deepseek_v3",
     "mimo_v2_flash",
-)  # covering every special feature quickly would also be slow
+)  # quick tests of every special feature would take too long
 LENGTHS = (1, 2, 16, 17, 40, 41, 100, 70)
 
 
@@ -141,7 +141,7 @@ def params(*without: str) -> list[object]:
 
 
 def test_the_list_is_what_is_tested() -> None:
-    assert sorted(SUPPORTED_MODEL_TYPES) == sorted([*CONFIGS, *MORE, *HYBRIDS])  # the last in test_states.py
+    assert sorted(SUPPORTED_MODEL_TYPES) == sorted([*CONFIGS, *MORE, *HYBRIDS])  # HYBRIDS: see test_states.py
 
 
 @pytest.mark.parametrize("scale", [0.25, pytest.param(0.06, marks=pytest.mark.slow)])

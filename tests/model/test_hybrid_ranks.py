@@ -109,7 +109,7 @@ def block_of_a_state(core: EngineCore) -> int:
 def test_ranks_keep_their_heads_of_each_state(
     checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the layouts, four ranks' planes are parts of one rank's, so that a state can be handed over."""
+    """Four ranks' planes are those parts of one rank's that the layouts name, so a state can be handed over."""
     folder, load, others = checkpoint(architecture), rank_threads.load_runner, list[Any]()
 
     def recorded(*arguments: Any) -> Any:

@@ -95,7 +95,7 @@ def test_preempted_requests_go_on_as_they_were(tmp_path: Path, dtype: str, mode:
 
 
 def test_a_narrower_pool_holds_more(tmp_path: Path) -> None:
-    """In the same memory: 4 bytes per number, or one byte plus a scale per 16 numbers."""
+    """A float32 pool takes 4 bytes per number, an int8 pool one, plus 4 for the scale of 16 numbers."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     sizes = {}
     for dtype in ("auto", "int8"):

@@ -176,7 +176,7 @@ def test_a_spoilt_file_is_never_used(
 
 
 def test_what_is_not_whole_or_not_ours_goes_at_the_start(engines: Callable[..., TieredEngine], tmp_path: Path) -> None:
-    """Removes at the start an unfinished and a torn file, as kill -9 leaves them, and foreign files."""
+    """At its start, an engine removes unfinished, torn and foreign block files, but not a user's own files."""
     engine = engines()
     ask_all(engine, prompts_of(4))
     whole, files = len(engine.lower["disk"]), files_of(tmp_path)
@@ -213,7 +213,7 @@ def test_the_least_recently_used_files_make_room(engines: Callable[..., TieredEn
     engine = engines(capacity=10)
     ask_all(engine, prompts_of(6))
     assert 0 < len(engine.lower["disk"]) <= 10
-    engine.runner.close_tiers()  # what is discarded is discarded
+    engine.runner.close_tiers()  # completes pending removals
     assert len(files_of(tmp_path)) == len(engine.lower["disk"])
 
 
@@ -320,7 +320,7 @@ def test_evicted_prompts_are_loaded_and_exact(checkpoint: Checkpoints) -> None:
     assert not len(tier)
     generate(core, prompts, greedy)
     assert core.scheduler.num_tier_hit_tokens == hits
-    with pytest.raises(ConfigError, match="--kv-host-cache: keeps blocks of the prefix cache"):
+    with pytest.raises(ConfigError, match="--kv-host-cache: needs the prefix cache"):
         EngineConfig(model="m", kv_host_cache_gib=1.0, enable_prefix_caching=False)
 
 

@@ -57,7 +57,7 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
 def test_prompts_in_chunks(checkpoint: Checkpoints, num_tokens: int) -> None:
-    """Covers steps that begin anywhere in a block, beside other sequences."""
+    """Covers chunks that begin anywhere in a block, beside other sequences."""
     folder, prompts = checkpoint("deepseek_v3"), prompts_of(1)
     core = make_core(folder, block_size=4, max_num_batched_tokens=num_tokens, num_blocks=96)
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
@@ -91,7 +91,7 @@ def test_a_token_of_deepseek_v3() -> None:
 
 def test_what_does_not_fit_is_refused(checkpoint: Checkpoints) -> None:
     cache = LayerCache(1, latents(40, 8))
-    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: latents keep 8 bits or more; use int8 or fp8"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: latents need at least 8 bits; use int8 or fp8"):
         layout_of((cache,), 16, "int4")
     layout = layout_of((cache,), 16, "bfloat16")
     with pytest.raises(ConfigError, match=r"--attention-backend flashinfer: latent attention .* use auto"):

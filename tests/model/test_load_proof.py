@@ -1,4 +1,4 @@
-"""Models that would answer wrongly are refused at load, by name and with the reason."""
+"""Models that would answer wrongly are refused at load, with the reason."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_the_attention_ignores_is_noticed(
     monkeypatch.setattr(sdpa, "write_and_attend", careless)
     monkeypatch.setattr(
         "pd_cluster.model.loading.model_loader.can_fuse", lambda *_: False
-    )  # fused layers are compared differently
+    )  # another check compares fused layers
     with pytest.raises(ModelError, match=f"{architecture}: with paged attention the logits differ"):
         make_core(checkpoint(architecture))
 
@@ -120,7 +120,7 @@ def test_an_unknown_keyword_a_mask_dropout_or_sight_of_the_future() -> None:
 
 
 class Writes:
-    """A model of which only the writing layers are known."""
+    """A model that only reports these layers as written."""
 
     config = SimpleNamespace(model_type="strange")
     kernels = "none"
@@ -154,7 +154,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path, architecture: str
         make_core(folder, num_blocks=64)
 
 
-# ---- codes in another order than in their config
+# ---- codes in another order than config.json says
 
 
 WARNING = "cannot continue 1, 2, 3"
@@ -193,8 +193,8 @@ def test_another_order_of_the_codes(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_what_is_not_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture, checkpoint: Checkpoints) -> None:
-    """A tokenizer's padding, as it is saved after a calibration, is no text; plain weights have one order only, and a
-    model that knows nothing may be what somebody wants to train or measure; models for vectors need not count.
+    """Models are not warned about if their tokenizer pads (a calibration may leave that), if their weights are plain,
+    even untrained ones, or if they compute vectors and so need not continue a count.
     """
     folder, _ = rewritten(SHIPPED_MODEL, tmp_path / "padding", FORMATS["awq"])
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -325,7 +325,7 @@ class Settings:
 
 def test_lengths_within_the_work_that_a_load_may_cost() -> None:
     small = ConfigLengths.of(Settings(), 1_000_000, 32768, "cpu", RopeScaling())
-    assert (list(small.proven), list(small.skipped)) == ([64, 4096], [16384])  # its scores are too large
+    assert (list(small.proven), list(small.skipped)) == ([64, 4096], [16384])  # scores of 16,384 tokens are too large
     large = ConfigLengths.of(Settings(), 8_000_000_000, 32768, "cpu", RopeScaling())
     assert (list(large.proven), list(large.skipped)) == ([64], [4096, 16384])
     assert list(ConfigLengths.of(Settings(), 8_000_000_000, 32768, "cuda", RopeScaling()).proven) == [64, 4096]

@@ -40,7 +40,7 @@ def test_a_failure_leaves_no_pool(step: str, checkpoint: Checkpoints, monkeypatc
     monkeypatch.setattr(load_runner, step, fail)
     with pytest.raises(ModelError, match="no"):
         load_runner.load_runner(EngineConfig(model=str(checkpoint("llama")), num_blocks=8, max_model_len=64))
-    assert not hasattr(made[0], "memory"), "it is closed"
+    assert not hasattr(made[0], "memory"), "the pool must be closed"
 
 
 def test_after_letting_go_there_is_neither_pool_nor_model(checkpoint: Checkpoints) -> None:

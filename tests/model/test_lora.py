@@ -175,7 +175,7 @@ def test_preemption_forks_and_beams(checkpoint: Checkpoints, tmp_path: Path, mod
 
 
 def test_prefix_hits_stay_within_an_adapter(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Also if a folder is replaced in place, because an adapter is identified by its content."""
+    """Adapters are identified by their content, so this holds even if a folder's files are replaced."""
     folder = checkpoint("llama")
     adapter = make_adapter(tmp_path / "a", folder, 1)
     core = make_core(folder, adapters=loaded(adapter), num_blocks=64)

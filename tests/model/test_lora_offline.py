@@ -38,7 +38,7 @@ def request(models: dict[str, Path], name: str, number: int = 1) -> LoRARequest:
 
 
 def check(llm: LLM, models: dict[str, Path], names: list[str]) -> None:
-    """Checks `names`, one for each prompt; None: the base model."""
+    """Checks the answers to PROMPTS by the adapters `names`; "" is the base model."""
     requests = [request(models, name) if name else None for name in names]
     outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY, lora_request=requests, use_tqdm=False)
     assert [output.lora_request for output in outputs] == requests
@@ -93,7 +93,7 @@ def test_what_is_refused(llm: LLM, models: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_more_than_there_is_room_for(llm: LLM, models: dict[str, Path], tmp_path: Path) -> None:
-    """Five adapters share room for two: those of a call take turns, and evicted ones are read again."""
+    """Five adapters of one call take turns in memory for two, and evicted ones are read again."""
     adapters = [make_adapter(tmp_path / f"a{at}", models[""], 9 + at) for at in range(5)]
     folders = [merged(models[""], each, tmp_path / f"m{at}") for at, each in enumerate(adapters)]
     requests = [LoRARequest("a", 1, str(each)) for each in adapters]

@@ -42,7 +42,7 @@ class Case:
     """A quantized folder, two adapters, and the reference models by adapter digest."""
 
     def __init__(self, folder: Path, form: Format | str, architecture: str = "qwen2", **settings: Any) -> None:
-        """`form`: a folder's, or the scheme for plain weights at load."""
+        """`form`: the folder's format, or the scheme that quantizes plain weights at load."""
         base = make_checkpoint(folder / "model", architecture, **settings)
         if isinstance(form, Format):
             self.quantized, plain = rewritten(base, folder, form)
@@ -87,7 +87,7 @@ def assert_said_by(model: Path, outputs: list[list[int]]) -> None:
 
 
 CUT = ("awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4")
-# Experts whose attention is adapted, layers that are joined in the files, rows that rope reorders.
+# These have experts (only attention is adapted), layers joined in the files, or rows that rope reorders.
 OTHERS = ("mixtral", "qwen3_moe", "phi3", "glm4", "gemma2")
 
 
@@ -169,7 +169,7 @@ def test_activations_in_int8(tmp_path: Path, settings: dict[str, Any]) -> None:
     ("form", "quantization"), [("awq", None), ("int8", None), ("int8_wo", "int8"), ("int8_wo", "int4_wo")]
 )
 def test_across_the_split_as_in_one_process(tmp_path: Path, form: str, quantization: str | None) -> None:
-    """W8A8 of a folder and at load, and four bits of both."""
+    """Covers W8A8 and four bits, each from a quantized folder and quantized at load."""
     case = Case(tmp_path, {"int8": W8A8, "awq": FORMATS["awq"]}.get(form, form), "llama")
     outputs = case.from_python(quantization=quantization)
     assert case.from_python(quantization=quantization, prefill=1, decode=1) == outputs

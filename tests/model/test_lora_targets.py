@@ -1,7 +1,7 @@
 """Adapters of embeddings, output layers, routers, experts and whole modules give PEFT's tokens.
 
-Where embedding and output layer are tied, PEFT computes an adapter of one of them beside that one alone; merging it
-would change both. So the reference is PEFT's model as it was trained, and the merged one where they are not tied.
+If the embedding and the output layer are tied, PEFT applies an adapter of one of them to that one only, but merging
+would change both. So the reference is PEFT's unmerged model; the merged one is used, too, if they are not tied.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def written(folder: Path, base: Path, seed: int = 1, only: str = "", **config: A
 
 
 def assert_said_by(model: Any, outputs: list[list[int]]) -> None:
-    """Asserts that these are the greedy outputs for PROMPTS, by one pass that gives the choice after each token."""
+    """Asserts that these are the model's greedy outputs for PROMPTS, by one pass over each prompt and output."""
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = torch.tensor([prompt + output[:-1]])
         with torch.no_grad():
@@ -85,7 +85,7 @@ def plain_of(base: Path) -> Any:
 
 
 def assert_each_says_its_own(base: Path, folders: list[Path], models: list[Any]) -> list[list[list[int]]]:
-    """These adapters and the model itself in one batch, in chunks, beside PEFT's models. Returns what is said."""
+    """Compares adapters and the base model, batched and in chunks, with PEFT's models; returns the outputs."""
     variants = [*(digest_of(each) for each in folders), ""]
     core = make_core(base, adapters=loaded(*folders), max_num_batched_tokens=40, num_blocks=64)
     found = outputs_of(core, PROMPTS, variants, GREEDY)
@@ -157,7 +157,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.mark.parametrize("architecture", slow_but({"gpt_oss"}, WITH_EXPERTS))
 @pytest.mark.parametrize("which", slow_but({"router"}, ["gate_up_proj", "down_proj", "both", "router"]))
 def test_experts_as_one_tensor(checkpoint: Checkpoints, architecture: str, which: str, tmp_path: Path) -> None:
-    """With `target_parameters`, A is stacked by expert, B by rank."""
+    """With `target_parameters`, PEFT stores A's rows expert by expert, but B's columns rank by rank."""
     base = checkpoint(architecture)
     parameters = [each for each in EXPERTS if which in ("both", "router") or each.endswith(which)]
     if which == "router":
@@ -170,7 +170,7 @@ def test_experts_as_one_tensor(checkpoint: Checkpoints, architecture: str, which
 
 
 def expert_by_expert(folder: Path, source: Path, forms: dict[str, str], num_experts: int, rank: int) -> Path:
-    """Writes the same adapter as transformers 4 had its modules: each expert's gate, up and down apart."""
+    """Writes the same adapter for transformers 4's modules: separate gate, up and down of each expert."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / WEIGHTS).items():
         path, _, rest = name.partition(".experts.")
@@ -207,7 +207,7 @@ def expert_by_expert(folder: Path, source: Path, forms: dict[str, str], num_expe
     ],
 )
 def test_experts_one_by_one(checkpoint: Checkpoints, architecture: str, forms: dict[str, str], tmp_path: Path) -> None:
-    """The form of transformers 4, alone and on two ranks."""
+    """An adapter in transformers 4's form equals the stacked one, on one rank and on two."""
     base = checkpoint(architecture)
     model = written(tmp_path / "a", base, target_parameters=EXPERTS)
     apart = expert_by_expert(tmp_path / "b", tmp_path / "a", forms, 4, 4)
@@ -267,7 +267,7 @@ def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_pat
 def test_experts_on_an_accelerator_do_not_read_their_rows(
     checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There only attention is adapted, and tensors are on a device, where `numpy` raises, as simulated here."""
+    """Only attention is adapted on accelerators. `numpy` raises for a device's tensor, which is simulated here."""
     base = checkpoint(architecture)
     plain = plain_of(base)
     attention = [name for name in linear_modules(plain) if "self_attn" in name]
@@ -329,7 +329,7 @@ LORA_OF_HEAD = {f"{HEAD}.{A}": (4, 64), f"{HEAD}.{B}": (320, 4)}
             {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)},
             "q_norm: the adapter replaces this module",
         ),
-        ("", {f"{EXPERT}.{A}": (15, 48), f"{EXPERT}.{B}": (64, 15)}, "A has 15 rows; 4 experts of rank 4 have 16"),
+        ("", {f"{EXPERT}.{A}": (15, 48), f"{EXPERT}.{B}": (64, 15)}, "A has 15 rows, but 4 experts of rank 4 need 16"),
         ("", {f"{EXPERT}.{A}": (16, 47), f"{EXPERT}.{B}": (64, 16)}, "fit neither product of this model's experts"),
         ("", {f"{EXPERT}.4.up_proj.{A}": (4, 64), f"{EXPERT}.4.up_proj.{B}": (48, 4)}, "experts.4.up_proj: this model"),
     ],

@@ -1,4 +1,4 @@
-"""A model's needs, counted without its weights, against figures by hand and against the model that is loaded."""
+"""A model's needs, computed from config.json, equal figures by hand and those of the loaded model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LLAMA_70B = {
     "dtype": "bfloat16",
     "max_position_embeddings": 131_072,
 }
-EXPERT = 3 * 4096 * 14_336  # weights of one of Mixtral's
+EXPERT = 3 * 4096 * 14_336  # weights of one expert of Mixtral
 
 
 def folder_of(config: Any, folder: Path, **more: Any) -> str:
@@ -54,7 +54,7 @@ def test_llama_70b_by_hand(tmp_path: Path) -> None:
 
 def test_experts_are_read_by_a_step_and_skipped_by_a_token(tmp_path: Path) -> None:
     needs = model_needs(folder_of(MixtralConfig(dtype="bfloat16"), tmp_path))
-    assert needs.read_nbytes // 2 - needs.num_active_weights == 32 * 6 * EXPERT  # two of eight a token
+    assert needs.read_nbytes // 2 - needs.num_active_weights == 32 * 6 * EXPERT  # a token uses two of eight experts
 
 
 def test_states_are_counted_apart(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_same_as_of_the_loaded_model() -> None:
 
 
 def test_a_folder_that_tells_no_sizes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="the size of quantized weights is known from their files only"):
+    with pytest.raises(ModelError, match="only the files show the size of quantized weights"):
         model_needs(folder_of(LlamaConfig(**LLAMA_70B), tmp_path, quantization_config={"quant_method": "fp8"}))
     with pytest.raises(ModelError, match=r"config.json: model_type 'xyz': without weights, only the types in"):
         model_needs(folder_of(LlamaConfig(**LLAMA_70B), tmp_path, model_type="xyz"))

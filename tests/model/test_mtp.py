@@ -1,4 +1,4 @@
-"""MTP layers as draft heads: states and logits of prompts in chunks and of chains of drafts, beside transformers'."""
+"""MTP layers as draft heads: states and logits equal transformers', for chunked prompts and chains of drafts."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def loaded(folder: Path, **settings: Any) -> tuple[LoadPlan, FusedCausalLM, Draf
 
 
 class Pairs:
-    """One sequence's pairs in a pool, beside transformers' states and logits of each.
+    """One sequence's pairs in a pool, and transformers' states and logits of each.
 
-    Pair j has token j, and the model's states of token j - 1, or behind the prompt those of pair j - 1.
+    Pair j combines token j with the model's states of token j - 1, or, after the prompt, with those of pair j - 1.
     """
 
     def __init__(self, prompt: list[int], main: Any, mtp: Any) -> None:
@@ -73,7 +73,7 @@ class Pairs:
                 prompt, self.expected = [*prompt, draft], [*self.expected, *found]
             self.expected_logits = mtp._project_to_logits(torch.stack(self.expected))
         self.request = Request("r", RequestSpec(prompt, Sampling()), num_computed_tokens=1)
-        self.found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # states and logits of those that were read
+        self.found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # states and logits of the pairs that were read
 
     @property
     def start(self) -> int:
@@ -84,7 +84,7 @@ class Pairs:
         return self.start == self.num_prompt + NUM_DRAFTS
 
     def most(self) -> int:
-        """Returns the number of pairs whose states are known."""
+        """Returns how many pairs can be computed next: one at a time after the prompt."""
         return max(1, self.num_prompt - self.start)
 
     def states_of(self, num_tokens: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def draft(head: DraftHead, target: FusedCausalLM, plan: LoadPlan, sequences: list[Pairs], seed: int) -> None:
-    """Computes all pairs in random chunks, beside those of other sequences. A prompt's first chunks are only kept."""
+    """Computes all pairs in random chunks, batched with other sequences; results within prompts are not always read."""
     layout = layout_of((*target.caches, *head.model.caches), plan.block_size, plan.kv_dtype)
     assert layout.num_layers == len(target.layers) + 1
     pool, rng = KVPool(layout, 64), random.Random(seed)
@@ -163,7 +163,7 @@ def test_pairs_are_those_of_transformers(
     errors = sorted(error for each in sequences for error in each.errors())
     assert len(errors) > 8 * NUM_DRAFTS
     is_exact = {"dtype", "quantization", "kv_cache_dtype"}.isdisjoint(settings)
-    assert errors[-1] < 1e-4 if is_exact else errors[len(errors) // 2] < 0.05, "fewer bits choose other experts"
+    assert errors[-1] < 1e-4 if is_exact else errors[len(errors) // 2] < 0.05, "with fewer bits experts may differ"
 
 
 @pytest.mark.parametrize("is_left", [False, True])

@@ -18,7 +18,7 @@ SLOW = ("npu_coded_cases.py", "npu_head_cases.py", "npu_lora_cases.py", "npu_tp_
     "files", [CASES, *(pytest.param((file,), marks=pytest.mark.slow) for file in SLOW)], ids=" ".join
 )
 def test_the_path_is_exact_over_the_operators_own_schemas(files: tuple[str, ...]) -> None:
-    """The quick files share a child, since its start takes long."""
+    """The quick files share a child process, because starting one takes long."""
     assert " passed" in run_cases(files, "-m", "not slow", timeout_s=1150)
 
 

@@ -1,7 +1,7 @@
-"""Every torch-npu that the dependencies allow declares the operators of model/npu alike: read from the wheels' bytes.
+"""Every torch-npu version that the dependencies allow declares the operators of model/npu with the same schemas.
 
-Only one of them fits the installed torch and can be imported (test_npu.py). The others are unpacked, and their
-libraries searched for the schemas that they register.
+Only one version fits the installed torch and can be imported (test_npu.py). The other wheels are unpacked, and
+their libraries' bytes are searched for the schemas that they register.
 """
 
 from __future__ import annotations

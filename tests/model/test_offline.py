@@ -129,7 +129,7 @@ def test_after_its_end(model: Path) -> None:
 
 
 def test_forgotten_it_ends(model: Path) -> None:
-    """An engine ends when it is garbage, because programs switch models by `del llm` and a new one."""
+    """An engine ends when it is garbage collected, because programs switch models by `del llm`."""
     before = set(threading.enumerate())
     made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64)))
     made.run(pieces_of(made, PROMPTS))
@@ -202,7 +202,7 @@ def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.
         run = EngineCore.run
 
         def fail(core: EngineCore, plan: StepPlan, *rest: Any) -> Any:
-            if not plan.chunks:  # the last one, in which nothing was left to do, may still be under way
+            if not plan.chunks:  # an empty step of the first call may still be under way
                 return run(core, plan, *rest)
             raise RuntimeError("out of luck")
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
         OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), max_model_len=10**6)))
 
 
-# ---- everything that it holds of the system is released by its end
+# ---- an engine that has ended holds no resource of the system
 
 
 GUIDED = SamplingParams(max_tokens=4, temperature=0, guided_decoding=GuidedDecodingParams(regex="[ab]{4}"))
@@ -260,7 +260,7 @@ def one_split(model: Path) -> None:
     one_llm(model, prefill=1, decode=1)
 
 
-public_port = functools.cache(free_port_pair)  # reserved as long as this process lives, as `up` does
+public_port = functools.cache(free_port_pair)  # reserved while this process lives, as `up` reserves it
 
 
 def one_up(model: Path) -> None:
@@ -287,7 +287,7 @@ def one_that_cannot_start(model: Path) -> None:
 
 @pytest.fixture
 def uncollected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without the garbage collector, and with temporary folders that only this test makes."""
+    """Stops the garbage collector, and gives the test its own folder for temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()
     gc.disable()
@@ -297,7 +297,7 @@ def uncollected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def check_rounds(one: Callable[[Path], None], model: Path, num_rounds: int) -> None:
-    one(model)  # imports, libraries' threads and caches stay
+    one(model)  # imports, and libraries' threads and caches, remain
     before = held()
     for _ in range(num_rounds):
         one(model)
@@ -329,6 +329,6 @@ def test_closed_but_kept_it_holds_nothing(checkpoint: Callable[..., Path]) -> No
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("one", [one_llm, one_with_a_guide, one_pipeline, one_split, one_up])
 def test_ten_of_each_leave_nothing(one: Callable[[Path], None], checkpoint: Callable[..., Path]) -> None:
-    model = checkpoint("llama", seed=3)  # whose folder is in no other test's command line
+    model = checkpoint("llama", seed=3)  # no other test's command line has this folder
     check_rounds(one, model, 10)
     assert processes_of(str(model)) == []

@@ -182,14 +182,14 @@ def test_adapters_name_the_modules_of_transformers(twins: Twins, tmp_path: Path)
 
 
 def test_its_config_in_transformers_form(twins: Twins) -> None:
-    """Names of Paddle's training are left out, and the architecture decides where there is no model_type."""
+    """Fields of Paddle's training are dropped; without a model_type, `architectures` determines the type."""
     own, paddle = twins("experts")
     raw = json.loads((paddle / "config.json").read_bytes())
     assert "model_type" not in raw
     assert "fuse_rope" in raw
     found, expected = Checkpoint.open(str(paddle)), Checkpoint.open(str(own))
     assert found.config == expected.config
-    assert found.identity != expected.identity, "their caches are not exchanged: their files differ"
+    assert found.identity != expected.identity, "the files differ, so caches must not be shared"
     seeing = Checkpoint.open(str(twins("pictures")[1])).config
     wanted = {"moe_num_experts": 4, "picture_intermediate_size": 32, "model_type": "ernie4_5_moe"}
     wanted |= {"moe_layer_start_index": 1, "moe_layer_end_index": 2}
@@ -232,7 +232,7 @@ llm.close()
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["experts", "tied"])
 def test_the_document_s_example(tmp_path: Path, name: str) -> None:
-    """As it is typed but for the package's name; a folder stands where the hub's name is looked for."""
+    """Runs the example as typed except for the package's name; a folder takes the place of the hub's model."""
     architecture, changes = MODELS[name]
     own = in_bfloat16(make_checkpoint(tmp_path / "pt", architecture, max_position_embeddings=8192, **changes))
     with_sentence_pieces(as_paddle(own, tmp_path / "baidu/ERNIE-4.5-0.3B-Paddle"))

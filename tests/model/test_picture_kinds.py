@@ -22,11 +22,11 @@ from tests.support.ranks import ranks
 NUM_TOKENS = 12
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
 SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-QUICK = ("gemma3",)  # the others' tests are slow ones
+QUICK = ("gemma3",)  # tests of the others are slow
 EVERY = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow, pytest.mark.timeout(300)]) for name in KINDS
 ]
-FEWEST = {"gemma3": 11}  # a picture's four tokens, beside other sequences' next ones
+FEWEST = {"gemma3": 11}  # a picture's four tokens, and one for each other sequence
 
 
 def text(seed: int, num_tokens: int) -> list[int]:
@@ -50,7 +50,7 @@ def expected_of(folder: Path, name: str, shown: list[Shown]) -> list[list[int]]:
 
 
 def answer_all(folder: Path, core: EngineCore, shown: list[Shown]) -> list[list[int]]:
-    """All at once."""
+    """Answers all in one batch."""
     return together(core, [each.order(folder, GREEDY) for each in shown])
 
 
@@ -109,8 +109,8 @@ def test_published_names_of_weights(tmp_path: Path, name: str) -> None:
 
 
 def names_of(name: str) -> list[tuple[str, str]]:
-    """Returns the beginnings of names, as transformers 5 writes them and as published folders have them."""
-    if name == "glm4v":  # as it is published
+    """Returns pairs of name prefixes: transformers 5's, and those in published folders."""
+    if name == "glm4v":  # published under transformers 5's names
         return []
     towers = [("vision_tower.", "vision_tower.vision_model.")] if name in ("llava", "gemma3") else []
     return [*towers, ("lm_head.", "language_model.lm_head.")]

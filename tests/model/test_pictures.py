@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "max_num_batched
 
 
 def answer_all(folder: Path, core: EngineCore, prompts: list[Shown]) -> list[list[int]]:
-    """All at once."""
+    """Answers all in one batch."""
     return together(core, [each.order(folder, GREEDY) for each in prompts])
 
 
@@ -92,7 +92,7 @@ def test_chunks_cut_pictures(name: str, num_tokens: int) -> None:
     nothing, last, kept = nums_encoded
     assert nothing > 5
     assert last < nothing
-    assert kept == 4, "one of five pictures is the same as another"
+    assert kept == 4, "two of the five pictures are equal"
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -120,7 +120,7 @@ def test_a_cached_prefix_ends_inside_a_picture() -> None:
     asked = [([5, 2], same), ([5, 2], same), ([5, 2], other), ([5, 9], same)]
     assert [num_cached(core, shown(1, texts, [each])) for texts, each in asked] == [0, 24, 4, 24]
     core = make_core(folder, **{**SETTINGS, "block_size": 16, "mm_encoder_cache_tokens": 0})
-    short = shown(1, [5, 0], [same])  # its last block but one ends inside the picture
+    short = shown(1, [5, 0], [same])  # the prompt's first block ends inside the picture
     assert [num_cached(core, short) for _ in range(2)] == [0, 16]
     assert tower_of(core).num_encoded == 2
 
@@ -145,7 +145,7 @@ def test_heads_of_128(tmp_path: Path) -> None:
 
 
 def test_layers_of_transformers_take_deep_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where layers are not fused."""
+    """DeepStack's features reach layers that are not fused, too."""
     monkeypatch.setattr(model_loader, "can_fuse", lambda model: False)
     folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 7})
@@ -154,7 +154,7 @@ def test_layers_of_transformers_take_deep_features(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def towers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tower]:
-    """The tower of each rank that a test makes."""
+    """Returns a dict that receives each rank's tower."""
     made: dict[int, Tower] = {}
     plain_init = Tower.__init__
 
@@ -185,7 +185,7 @@ def test_pictures_are_spread_over_ranks(tmp_path: Path, towers: dict[int, Tower]
     for tower in towers.values():
         assert list(tower.kept) == list(alone.kept)
         for key, features in tower.kept.items():
-            assert len(features) == 3, "the planes of DeepStack"
+            assert len(features) == 3, "expected DeepStack's planes"
             assert torch.equal(features, alone.kept[key])
 
 
@@ -239,7 +239,7 @@ def test_offline(tmp_path: Path) -> None:
         found = llm.generate([data, other, two], params, use_tqdm=False)
         prompts = [Shown(ids_of("ab", "c"), [picture(1)]), Shown(ids_of("ab", "c"), [picture(2)]), PROMPTS[2]]
         assert [list(each.outputs[0].token_ids) for each in found] == expected_of(folder, prompts)
-        assert len(found[0].prompt_token_ids) == len(ids_of("ab", "c")) + 5  # of six tokens
+        assert len(found[0].prompt_token_ids) == len(ids_of("ab", "c")) + 5  # one placeholder becomes six tokens
         text = {"type": "text", "text": "x"}
         parts = [{"type": "image_url", "image_url": {"url": data_url(picture(1))}}, text]
         parts += [{"type": "image_pil", "image_pil": picture(2)}]
@@ -296,8 +296,8 @@ def test_beams_several_sequences_and_prompt_logprobs() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_folder_as_published(tmp_path: Path, name: str) -> None:
-    """The text model's fields are among all others, sections are in rope_scaling, and sizes have their older names;
-    weights have other prefixes.
+    """The config is flat, with M-RoPE's sections in rope_scaling and picture sizes under older names; weights have
+    other prefixes.
     """
     folder = make_vision(tmp_path, name)
     expected = expected_of(folder, PROMPTS[:4])
@@ -329,7 +329,7 @@ def test_published_experts_are_the_other_way_round(tmp_path: Path) -> None:
     ("place", "changes", "said"),
     [
         ("", {"patch_size": 8}, "patch_size 8: config.json has patch_size 4"),
-        ("vision_config", {"deepstack_visual_indexes": [0, 1, 1]}, "3 for 3 layers; the last layer"),
+        ("vision_config", {"deepstack_visual_indexes": [0, 1, 1]}, "3 indexes for 3 layers; the last layer"),
         ("vision_config", {"depth": 3}, r"visual\.\S+: missing among the weights of the vision tower"),
         ("vision_config", {"intermediate_size": 40}, "mismatched among the weights of the vision tower"),
         ("text_config", {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 3]}}, "must add up to half"),

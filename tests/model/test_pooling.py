@@ -35,7 +35,7 @@ LOOSE = {
     "granitemoe": 2e-5,
     "granitemoeshared": 4e-5,
     "minimax": 2e-5,
-}  # 2.8e-5 were seen: random experts of these amplify rounding
+}  # their random experts amplify rounding; errors of 2.8e-5 were seen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +46,7 @@ def prompts_of(seed: int = 1, lengths: tuple[int, ...] = LENGTHS) -> list[list[i
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = TOLERANCE) -> None:
-    """`tolerance` is relative to the vector's largest number, or to 1."""
+    """`tolerance` is relative to the vector's largest number, or to 1 if that is less."""
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= tolerance * max(1.0, float(np.abs(expected).max()))
 
@@ -65,7 +65,7 @@ def test_numbers_are_transformers(tmp_path: Path, architecture: str) -> None:
         for prompt, vector in zip(prompts, together, strict=True):
             expected = reference_vector(folder, prompt, pooling)
             assert_close(np.frombuffer(vector, "<f4"), expected, LOOSE.get(architecture, TOLERANCE))
-        if architecture in QUICK:  # tiny widths of others are not packed; test_company.py has them all, wide
+        if architecture in QUICK:  # others' tiny layers are not packed; test_company.py covers all
             assert [embed_all(core, [prompt], pooling)[0] for prompt in prompts] == together
 
 
@@ -131,7 +131,7 @@ def test_the_prefix_cache_serves_the_last_token_and_not_a_mean(checkpoint: Check
     folder = checkpoint("llama")
     core = make_core(folder, block_size=16, num_blocks=64, max_num_batched_tokens=64)
     (prompt,) = prompts_of(4, (90,))
-    generate(core, [prompt], Sampling(max_tokens=1, temperature=0.0))  # in one chunk: blocks of other bits
+    generate(core, [prompt], Sampling(max_tokens=1, temperature=0.0))  # leaves cached blocks from other chunks
     for pooling, num_cached in ((LAST, 64), (MEAN, 0)):  # two chunks of 32
         first, again = (run_pooling(core, [pooling_request("r", prompt, pooling)])["r"] for _ in range(2))
         assert first.num_cached_tokens == 0
@@ -142,7 +142,7 @@ def test_the_prefix_cache_serves_the_last_token_and_not_a_mean(checkpoint: Check
 
 @pytest.mark.parametrize("swap_space_gib", [0.0, 0.01], ids=["computed again", "swapped"])
 def test_preempted_in_the_middle_of_a_mean(checkpoint: Checkpoints, swap_space_gib: float) -> None:
-    """An older sequence grows until the running prompt is preempted."""
+    """An older sequence grows until the pooled prompt is preempted; its vector does not change."""
     core = make_core(
         checkpoint("llama"),
         block_size=16,

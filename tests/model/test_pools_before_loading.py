@@ -1,4 +1,4 @@
-"""Pools and refusals that are known before weights are loaded: what `check` shows, and what a start refuses first."""
+"""Pool sizes and refusals before any weight is loaded: `check` shows the sizes, and a start refuses at once."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_tokens_are_those_of_a_plain_loop(model: Path) -> None:
     orders = orders_of(3, temperature=0.0)
     expected = [[*plain_loop(model, tuple(order.prompt_token_ids), 30)] for order in orders]
     assert together(core, orders) == expected
-    assert together(core, orders) == expected  # their prompts are cached now
+    assert together(core, orders) == expected  # now from the prefix cache
     plain = make_core(model, **SMALL, num_blocks=400)
     assert together(plain, orders) != expected
 

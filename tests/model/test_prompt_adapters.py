@@ -44,7 +44,7 @@ def request_of(name: str, prompt: list[int], variant: str, sampling: Sampling = 
 
 
 def tokens_of(core: EngineCore, prompts: list[list[int]], variants: list[str], **given: Any) -> list[list[int]]:
-    """The outputs of all prompts at once."""
+    """Returns the outputs of all prompts in one batch."""
     pairs = zip(prompts, variants, strict=True)
     requests = [request_of(f"r{at}", prompt, variant, **given) for at, (prompt, variant) in enumerate(pairs)]
     run(core, requests)
@@ -89,7 +89,7 @@ def test_it_matters_in_logits(checkpoint: Checkpoints, kind: Kind, pool: str, tm
     for at in range(3):
         assert all_of(core_of(max_num_batched_tokens=16), [at]) == {at: together[at]}
     core = core_of()
-    for _ in range(2):  # with prefixes in the cache, never another's
+    for _ in range(2):  # the second time from the variant's own cached prefix
         for at in (1, 2, 0):
             assert all_of(core, [at]) == {at: together[at]}
     assert core.scheduler.num_prefix_hit_tokens > 0
@@ -194,7 +194,10 @@ def test_what_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
                 r"virtual_tokens: 4, but .* has 5",
             ),
             ({"prompt_adapter_request": PromptAdapterRequest("a", 1, str(lora), 4)}, r"peft_type 'LORA': not one of"),
-            ({"prompt_adapter_request": PromptAdapterRequest("a", 1, str(other), 5)}, r"rows of 32; this model has 64"),
+            (
+                {"prompt_adapter_request": PromptAdapterRequest("a", 1, str(other), 5)},
+                r"rows have 32 values; this model has 64",
+            ),
             (
                 {"prompt_adapter_request": own, "lora_request": LoRARequest("b", 1, str(lora))},
                 r"prompt_adapter_request: not with lora_request for one prompt",

@@ -1,6 +1,6 @@
-"""Graphs of steps with prompts: which steps they take, what their buffers hold, and what ends them.
+"""Graphs of steps with prompts: which steps use one, what its buffers hold, and which errors end capturing.
 
-That they compute the same is shown with the kernels: tests/support/cuda_model_cases.py.
+tests/support/cuda_model_cases.py shows that they compute the same as eager steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FULL = "other steps with prompts run eagerly (graphs captured: 1): CUDA out of m
 
 
 class OneTile:
-    """A plan of no attention."""
+    """Plans the same single tile for every step."""
 
     def num_tiles(self, size: GraphSize) -> int:
         return 1
@@ -44,7 +44,7 @@ class OneTile:
 
 
 class Model:
-    """Its logits are numbers of the batch."""
+    """Returns the ids of sampled rows as logits."""
 
     def __init__(self) -> None:
         self.batches: list[ForwardBatch] = []
@@ -116,7 +116,7 @@ def test_steps_of_another_kind_are_left_to_others(model: Model) -> None:
     turned.tables[0] = [0]
     images: Any = (SimpleNamespace(),)
     others: list[StepInput] = [
-        step_input([chunk(5, 1), chunk(6, 1, first_block=9)], BLOCK_SIZE),  # they decode
+        step_input([chunk(5, 1), chunk(6, 1, first_block=9)], BLOCK_SIZE),  # decode steps
         step_input([chunk(0, 256), chunk(0, 256, first_block=70)], BLOCK_SIZE),
         step_input(together, BLOCK_SIZE),
         step_input([chunk(LONGEST - 3, 4)], BLOCK_SIZE),

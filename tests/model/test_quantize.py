@@ -49,7 +49,7 @@ def error_of(folder: Path, original: Path) -> float:
 
 
 def correlated(num_rows: int, num_inputs: int) -> torch.Tensor:
-    """Inputs of which some are much larger, and all share a few directions."""
+    """Returns inputs that vary in few directions, with some features much larger than the others."""
     torch.manual_seed(0)
     x = torch.randn(num_rows, 8) @ torch.randn(8, num_inputs) + 0.1 * torch.randn(num_rows, num_inputs)
     x[:, ::32] *= 20
@@ -112,9 +112,9 @@ def test_the_folder_is_near_its_original(
     assert 0 < error_of(out, folder) < most
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])  # whose parameters are not all called "weight"
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])  # gpt_oss's parameters are not all called "weight"
 def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, architecture: str) -> None:
-    """Interrupts after the first layer, with a method whose later layers depend on earlier ones."""
+    """Interrupts after the first layer; with GPTQ, later layers depend on it."""
     folder = make_checkpoint(tmp_path / "model", architecture)
 
     def stop(done: int, total: int) -> None:
@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """The error names the unreadable file, not the output folder."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     job = QuantizeJob(folder, tmp_path / "out", W4, "rtn", [])
-    (folder / "vocab").symlink_to("/proc/self/mem")  # opens, and its first byte is not there
+    (folder / "vocab").symlink_to("/proc/self/mem")  # opens, but reading fails
     with pytest.raises(
         ModelError, match=r"model/vocab: cannot be read: .*; the same command continues once it can be read$"
     ):
@@ -215,7 +215,7 @@ def test_samples_longer_than_the_model_takes(tmp_path: Path) -> None:
     said = r"^--num-tokens {}: .* takes 2048 tokens at most; use {} or fewer$"
     with pytest.raises(ConfigError, match=said.format(2048, 2047)):
         quantize(str(SHIPPED_MODEL), str(tmp_path / "out"), num_tokens=2048)
-    missing = str(tmp_path / "texts")  # the next thing that is looked at
+    missing = str(tmp_path / "texts")  # would be opened after the check
     with pytest.raises(ConfigError, match=said.format(2049, 2048)):
         quantize(str(SHIPPED_MODEL), str(tmp_path / "out"), calibration=missing, num_tokens=2049, evaluate=False)
     with pytest.raises(ConfigError, match=r"texts: cannot be read"):
@@ -280,7 +280,7 @@ def test_links_and_pipes_in_the_place_of_its_files_are_replaced(tmp_path: Path) 
 
 
 def test_quality_is_measured_against_the_model_as_it_is(tmp_path: Path, one_thread: None) -> None:
-    """`bench quality` on the shipped model: 8 bits change next to nothing, 4 bits something."""
+    """On the shipped model `bench quality` reports hardly any change by 8 bits, and some by 4."""
     file, texts = tmp_path / "out.json", tmp_path / "texts.txt"
     texts.write_text("The sea is wide, and the moon pulls the water twice a day. " * 12)
     arguments = ["quality", "--kv-cache-dtype", "int8,int4", "--quantization", "int8", "--calibration", str(texts)]

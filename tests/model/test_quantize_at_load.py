@@ -55,7 +55,7 @@ def with_numbers_of(folder: Path, scheme: str, chosen: re.Pattern[str] = LINEAR)
     ],
 )
 def test_tokens_are_those_of_the_quantized_numbers(tmp_path: Path, chosen: str, scheme: str, num_ranks: int) -> None:
-    """Scales are of whole weights and of the output layer's rows, so two ranks have the same ones."""
+    """Scales are computed before weights are divided, so two ranks have the scales of one."""
     original, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("original", "plain"))
     with_numbers_of(plain, scheme, LINEAR if chosen == "quantization" else HEAD)
     settings: dict[str, Any] = {chosen: scheme}
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_quantized_numbers(tmp_path: Path, chosen: str, 
 
 
 def test_schemes_are_in_the_numerics(tmp_path: Path) -> None:
-    """A folder of codes and one in bfloat16 have their output layers in int8, too; other names are the same schemes."""
+    """Each scheme has its own name, also of output layers in coded folders and in bfloat16; synonyms share one."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     coded, _ = rewritten(folder, tmp_path, FORMATS["awq"])
     cases: list[tuple[Path, dict[str, Any], dict[str, Any], tuple[str, str, str] | None]] = [
@@ -128,7 +128,7 @@ def test_w4a8_is_refused_where_there_are_no_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma", "gpt2"])
 def test_an_output_layer_that_is_the_embedding(tmp_path: Path, architecture: str) -> None:
-    """A tied embedding keeps its numbers: the model with two matrices gives the same tokens. gpt2 is not fused."""
+    """Only the output layer is quantized, so tokens equal those of an untied model. gpt2 is not fused."""
     tied, apart = (make_checkpoint(tmp_path / name, architecture) for name in ("tied", "apart"))
     weights = load_file(apart / FILE)
     (embedding,) = (name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight")))
@@ -164,7 +164,7 @@ def test_errors_are_those_of_the_number_of_bits(scheme: str, worst: float) -> No
 
 @pytest.mark.parametrize("scheme", ["int8", "int8_wo", "int4_wo", "fp8"])
 def test_a_model_in_bfloat16_keeps_the_codes(scheme: str) -> None:
-    """Only activations are rounded, to bfloat16 or to codes."""
+    """Products use the exact codes; only activations are rounded, to bfloat16 or to codes."""
     torch.manual_seed(0)
     parts = encoded(torch.randn(48, 1024), scheme)
     weight = (INT8 if scheme == "int8" else CODED).weight.of(parts, torch.bfloat16)
@@ -185,7 +185,7 @@ def test_a_model_in_bfloat16_keeps_the_codes(scheme: str) -> None:
 def test_codes_and_zeros_of_extremes() -> None:
     weight = torch.tensor([[1.0, -1.0, 0.5, 0.0] * 32, [0.0] * 128])
     four = encoded(weight, "int4_wo")["codes"]
-    assert int(four.min()) in (-8, -7)  # -7.5 steps
+    assert int(four.min()) in (-8, -7)  # -7.5 steps round either way
     assert int(four.max()) == 7
     eight = encoded(weight, "int8")
     assert INT8.weight.of(eight, torch.float32).matrix()[0, :2].tolist() == [1.0, -1.0]
@@ -230,20 +230,20 @@ def test_without_a_layer_that_could_be(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve layers of 768 with weights that are not small: what one code changes grows from layer to layer."""
+    """Returns a model whose weights are so large that a change of one code grows from layer to layer."""
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     changes = {**sizes, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05}
     return make_checkpoint(tmp_path_factory.mktemp("deep"), "llama", **changes)
 
 
 def test_codes_that_fall_to_the_other_side_are_no_fault(deep: Path) -> None:
-    """Fused layers round activations that differ in their last bits: tokens are near, and the proof at load passes."""
+    """Fused layers may round an activation to the adjacent code; the check at load accepts that."""
     (found,) = generate(make_core(deep, quantization="int8", num_blocks=128), [PROMPTS[1]], GREEDY)
     assert len(found) == GREEDY.max_tokens
 
 
 def test_wrong_products_of_codes_are_a_fault(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of a matrix beside its place in each layer."""
+    """The check at load detects products whose outputs are shifted by one row."""
 
     def shifted(codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Any:
         return int8_linear(codes.roll(1, 0), scales, bias)

@@ -1,7 +1,7 @@
-"""Quantizers' folders are dequantized exactly, up to transformers' tokens; faults are reported by name.
+"""Quantizers' folders are dequantized exactly, and give transformers' tokens; errors name the faulty tensor.
 
-Int8 weights with int8 activations have exact sums; test_quantized_ranks.py has several ranks of them. The library of
-compressed-tensors is a second reader: our folders and hand-written ones are the same numbers to it.
+Int8 weights with int8 activations have exact sums; test_quantized_ranks.py tests them on several ranks. The library
+compressed-tensors is a second reader: it gets the same numbers from our folders and from hand-written ones.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ATTENTION = "model.layers.0.self_attn"
 
 
 def written(folder: Path, form: Format, architecture: str = "llama", **changes: Any) -> tuple[Path, Path]:
-    """Writes a tiny model in the format, and with the dequantized numbers."""
+    """Writes a tiny model in the format, and one with the dequantized numbers."""
     return rewritten(make_checkpoint(folder / "model", architecture, **changes), folder, form)
 
 
@@ -79,7 +79,7 @@ def save(weights: Tensors, folder: Path) -> None:
 
 
 def test_the_words_are_those_of_the_formats() -> None:
-    """Golden words: codes 0 to 7, of AWQ in its own order, and a dense stream of three bits."""
+    """Compares with words by hand: codes 0 to 7, in AWQ's order, too, and a dense stream of three bits."""
     eight = [list(range(8))]
     assert awq_words(eight).tolist() == [[0x75316420]]
     assert words_of(eight, 4).tolist() == [[0x76543210]]
@@ -90,9 +90,9 @@ def test_the_words_are_those_of_the_formats() -> None:
 
 # down_proj's 96 inputs are six groups of 16 (three per rank), or three groups of 32, one of which is split.
 CUT = ["awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4"]
-# Experts, layers that are joined in the files, rows that rope reorders, what latents are multiplied with.
+# These have experts, layers joined in the files, rows that rope reorders, or projections of latents.
 OTHERS = ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3"]
-# Hybrids whose files name layers otherwise than transformers; experts with and without gates.
+# Hybrids whose files have other layer names than transformers; experts with and without gates.
 HYBRIDS = ("kimi_linear", "nemotron_h")
 LATENTS: dict[str, Any] = {"kv_lora_rank": 64, "v_head_dim": 24}
 CHANGES = {name: {**LATENTS, "q_lora_rank": 32} for name in ("deepseek_v3", "deepseek_v32")}
@@ -139,7 +139,7 @@ def test_numbers_that_are_none_stay_in_their_row() -> None:
 
 
 def test_one_scale_and_zero_point_of_the_file() -> None:
-    """The sheet's example: x [1, -1] at scale 0.5 and zero point 3 is [5, 1]."""
+    """At scale 0.5 and zero point 3, x [1, -1] has the codes [5, 1]."""
     linear = Int8Linear(torch.tensor([[2, 3]], dtype=torch.int8), torch.ones(1), inputs=torch.tensor([0.5, 3.0]))
     assert linear(torch.tensor([[1.0, -1.0]])).tolist() == [[-1.0]]
 
@@ -160,7 +160,7 @@ def test_logits_are_near_those_of_the_weights_alone(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_ascend_s_static_products(dtype: torch.dtype) -> None:
-    """Equals the format's formula: integer rows with zero point, bias in units of the scale, then the scale."""
+    """Products equal the format's formula: rows of integers with zero point, bias in units of the scale, scale."""
     torch.manual_seed(0)
     weight, x = torch.randn(8, 32), torch.randn(5, 32)
     parts, _ = ascend_static(weight, 0, dtype)
@@ -177,7 +177,7 @@ def test_ascend_s_static_products(dtype: torch.dtype) -> None:
 
 
 def config(name: str, strategy: str, **weights: Any) -> dict[str, Any]:
-    """Returns a quantization_config with all that the library wants to know."""
+    """Returns a quantization_config with every field that the library requires."""
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False, **weights}
     return {
         "quant_method": "compressed-tensors",
@@ -351,7 +351,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_layer_without_a_weight_is_missed_by_name(tmp_path: Path) -> None:
-    """Quantized at load."""
+    """The error names the missing tensor if the model is quantized at load."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     change(folder, lambda w: (w.pop(f"{DOWN}.weight"), w.update({f"{DOWN}.bias": torch.zeros(64)})))
     with pytest.raises(ModelError, match=rf"lack 1 weights, such as {DOWN}.weight"):

@@ -1,6 +1,6 @@
 """Layers that quantize their inputs have one rank's bits on several ranks, however rows are divided.
 
-Outliers are in the last rank's part, so that a scale for each part would give the others other codes.
+Outliers are in the last rank's part, so that a separate scale for each part would change the other ranks' codes.
 """
 
 from __future__ import annotations

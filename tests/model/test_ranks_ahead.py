@@ -39,7 +39,7 @@ def test_tokens_are_those_of_transformers(
     prompts = [random_prompt(rng, length) for length in LENS]
     with ranks(folder, size, **SETTINGS) as core:
         assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
-        assert core.ahead.num_ahead >= core.num_steps - 1  # prompts in chunks beside sequences that decode among them
+        assert core.ahead.num_ahead >= core.num_steps - 1  # also those with chunks of prompts
     assert len(runners) == size
     assert len(set(num_captured(runners))) == 1
     assert num_captured(runners)[0] > 0
@@ -69,7 +69,7 @@ def test_what_is_asked_of_the_logits_is_what_one_rank_gives(checkpoint: Checkpoi
 def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
     checkpoint: Checkpoints, runners: list[ModelRunner]
 ) -> None:
-    """All ranks must agree, because graphs are padded and sums would have different sizes. Most steps run ahead."""
+    """If only some ranks replayed a padded graph, sums would have different sizes. Some steps are launched ahead."""
     folder = checkpoint("llama")
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in (4, 7, 9)]
@@ -87,7 +87,7 @@ def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
 
 
 def drive(core: EngineCore, begins: Begins) -> dict[str, list[int]]:
-    """Runs the engine; the host plans every third step."""
+    """Runs the engine, without planning ahead in every third step."""
     found: dict[str, list[int]] = {}
     at, plan_ahead = 0, core.scheduler.plan_ahead
     core.scheduler.plan_ahead = lambda *given: plan_ahead(*given) if at % 3 else None  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def drive(core: EngineCore, begins: Begins) -> dict[str, list[int]]:
 
 
 def test_an_abort_while_a_step_is_under_way(checkpoint: Checkpoints) -> None:
-    """The aborted sequence is computed once too often on every rank; others' tokens do not change."""
+    """Every rank computes the aborted sequence once too often, but other requests' tokens do not change."""
     folder = checkpoint("llama")
     rng = random.Random(4)
     prompts = [random_prompt(rng, length) for length in (6, 11, 3)]
@@ -114,7 +114,7 @@ def test_an_abort_while_a_step_is_under_way(checkpoint: Checkpoints) -> None:
         while not core.ahead.num_ahead:
             core.step()
         core.scheduler.finish(requests[1])
-        late = Request("late", RequestSpec(prompts[1], GREEDY), arrival_s=9.0)  # takes the blocks that came home
+        late = Request("late", RequestSpec(prompts[1], GREEDY), arrival_s=9.0)  # takes the freed blocks
         core.scheduler.add(late)
         for _ in range(100):
             if not core.scheduler.requests:

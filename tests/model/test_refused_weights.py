@@ -1,4 +1,4 @@
-"""Weights that would be misread are refused by name, on one rank and on two; others load."""
+"""Weights that would be misread are refused with an error that names them, on one rank and on two; others load."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def folder(llama: Path, tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], None], name: str = FILE) -> None:
-    """Applies a change to the tensors of a folder; they are then in the file `name`."""
+    """Applies a change to a folder's tensors and writes them to the file `name`."""
     weights = load_file(folder / FILE)
     change(weights)
     (folder / FILE).unlink()
@@ -102,7 +102,7 @@ def test_a_folder_of_msmodelslim_without_its_description(folder: Path, load: Loa
     assert fault(load, folder).startswith(f"{file}: model.layers.0.mlp.down_proj.weight_offset (F32): quantized")
     (folder / "quant_model_description.json").write_text(
         json.dumps({"model_quant_type": "W8A8_DYNAMIC"})
-    )  # which names no tensor
+    )  # has no entry for a tensor
     assert "is quantized, but" in fault(load, folder)
 
 
@@ -208,7 +208,7 @@ def test_layers_behind_the_last_one(folder: Path, llama: Path, load: Loading) ->
 
 
 def test_what_modules_compute_today_and_other_forms_of_the_weights(folder: Path, llama: Path, load: Loading) -> None:
-    """Older versions of transformers saved those; Mistral's folders have such a file; ranks read transformers'."""
+    """Rotary buffers that older transformers saved, and Mistral's consolidated.safetensors, are ignored."""
     rotary = "model.layers.{}.self_attn.rotary_emb.{}"
     names = ("inv_freq", "cos_cached", "sin_cached")
     old = {rotary.format(layer, name): torch.ones(8) for layer in range(3) for name in names}
@@ -251,7 +251,7 @@ def test_parts_that_are_not_served_may_have_any_numbers(tmp_path: Path) -> None:
         assert generate(core, [PROMPT], GREEDY) == outputs
     key = "model.language_model.layers.0.mlp.down_proj.scale"
     rewrite(folder, lambda weights: weights.update({key: torch.ones(64, 1)}))
-    # The file is named although the tensor has another name in the text model alone.
+    # The error names the file, although the text model by itself has another name for the tensor.
     assert fault(_two, folder, **settings).startswith(
         f"{folder / FILE}: model.layers.0.mlp.down_proj.scale: gemma3_text"
     )
@@ -262,7 +262,7 @@ def test_parts_that_are_not_served_may_have_any_numbers(tmp_path: Path) -> None:
 
 OTHERS = ("qwen2", "gemma2", "gpt_oss", "gpt2", "glm4", "ernie4_5_moe")
 ARCHITECTURES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in (*OTHERS, "paddle"))]
-BY_SHAPE = ("num_key_value_heads", "moe_intermediate_size", "moe_num_experts", "n_inner")  # refused by the weights
+BY_SHAPE = ("num_key_value_heads", "moe_intermediate_size", "moe_num_experts", "n_inner")  # refused by weights' shapes
 
 
 def fields_of(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Layers without keys of their own, which see those of an earlier layer: they read the pool and never write it."""
+"""Layers that reuse an earlier layer's keys and values read the pool and never write it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.checkpoints import COMMON, VOCAB_SIZE, shake
 from tests.support.more_checkpoints import MORE
 from tests.support.state_world import row_errors
 
-TYPES = ("gemma3n_text", "gemma4_text")  # the second one needs a pool for each kind of layer
+TYPES = ("gemma3n_text", "gemma4_text")  # gemma4_text needs a pool for each kind of layer
 STEPS = ((40, 3), (5, 37), (1, 1), (14, 1), (1, 19))
 
 

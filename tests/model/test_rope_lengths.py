@@ -37,7 +37,7 @@ SHAPES = [(10, 12), (36, 12), (37, 12), (40, 80), (100, 20), (10, 100)]
 
 @pytest.fixture(scope="module", params=["dynamic", "longrope", "plain modules"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns models with fused layers, with transformers' modules (Phi-3), and with modules of the other kind."""
+    """Returns a model with dynamic NTK in fused layers or in transformers' modules, or with longrope (Phi-3)."""
     place = tmp_path_factory.mktemp("rope")
     if request.param == "dynamic":
         return make_checkpoint(place, "llama", rope_parameters=DYNAMIC, max_position_embeddings=TRAINED)
@@ -52,7 +52,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-ONE_AT_A_TIME = threading.Lock()  # the reference keeps the angles of its longest pass
+ONE_AT_A_TIME = threading.Lock()  # the reference model caches the angles of its longest pass
 
 
 @cache
@@ -61,9 +61,9 @@ def reference_model(folder: Path) -> Any:
 
 
 def whole_pass(model: Any, token_ids: list[int], length: int) -> torch.Tensor:
-    """Logits [num_tokens, vocab_size] of these tokens within a sequence of `length`."""
+    """Returns logits [num_tokens, vocab_size] of these tokens within a sequence of `length`."""
     with ONE_AT_A_TIME, torch.inference_mode():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long))  # a short one: dynamic NTK begins anew
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long))  # a short pass resets dynamic NTK
         padded = token_ids + [0] * (length - len(token_ids))
         logits: torch.Tensor = model(input_ids=torch.tensor([padded]), use_cache=False).logits[0, : len(token_ids)]
     return logits
@@ -102,7 +102,7 @@ def test_requests_of_all_lengths_together(folder: Path, num_blocks: int) -> None
 
 
 def test_prefixes_are_shared_by_requests_of_one_length_alone(folder: Path) -> None:
-    """Equal tokens have other keys under other frequencies. Longrope has two kinds of length, dynamic NTK many."""
+    """Keys depend on rope's frequencies, of which longrope has two sets, and dynamic NTK one for each length."""
     core = make_core(folder, block_size=8, max_num_batched_tokens=256, num_blocks=256, max_model_len=MAX_LEN)
     prompt = random_prompt(random.Random(2), 40)
     cached = []
@@ -125,8 +125,8 @@ def test_without_being_asked_the_context_is_what_the_model_was_trained_with(fold
 
 @pytest.mark.parametrize(("factor", "given"), [(3.0, {"factor": 3.0}), (1.0, {})])
 def test_a_factor_that_config_json_does_not_have(tmp_path: Path, factor: float, given: dict[str, float]) -> None:
-    """`rope_scaling_factor` is dynamic NTK with that factor, `use_dynamic_ntk` alone with 1; up to the trained length
-    nothing changes.
+    """`rope_scaling_factor` means dynamic NTK with that factor, and `use_dynamic_ntk` alone means factor 1. Up to the
+    trained length nothing changes.
     """
     folder = make_checkpoint(tmp_path / "own", "llama", max_position_embeddings=TRAINED)
     as_written = make_checkpoint(
@@ -145,7 +145,7 @@ def test_a_factor_that_config_json_does_not_have(tmp_path: Path, factor: float, 
 
 
 def test_log_n_attention(tmp_path: Path) -> None:
-    """Queries beyond the trained length grow by log(position + 1) / log(trained): transformers' layers, so changed."""
+    """Queries beyond the trained length grow by log(position + 1) / log(trained), as in patched transformers."""
     rope = {"rope_parameters": DYNAMIC, "max_position_embeddings": TRAINED}
     folder = make_checkpoint(tmp_path, "qwen3", **rope)
     prompt = random_prompt(random.Random(3), 90)
@@ -179,7 +179,7 @@ STRETCHED = {
 
 @pytest.mark.parametrize("kind", STRETCHED)
 def test_a_stretch_lengthens_the_context(tmp_path: Path, kind: str) -> None:
-    """From config.json, and as an override of a folder that has none, beyond the positions that it was trained with."""
+    """A rope scaling in config.json or given as an override allows more positions than the trained ones."""
     rope = {"rope_theta": 10000.0, **STRETCHED[kind]}
     sizes: dict[str, Any] = {"max_position_embeddings": TRAINED, "hidden_size": 256, "head_dim": 128}
     written = make_checkpoint(tmp_path / "written", "llama", rope_parameters=rope, **sizes)
@@ -194,14 +194,14 @@ def test_a_stretch_lengthens_the_context(tmp_path: Path, kind: str) -> None:
 
 
 def test_hunyuan_s_alpha_fixes_the_base(tmp_path: Path) -> None:
-    """Its rope is called dynamic, but is the same at every length."""
+    """Hunyuan's rope_type is dynamic, but its rope is the same at every length."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     folder = make_checkpoint(tmp_path, "hunyuan_v1_dense", rope_parameters=rope, max_position_embeddings=MAX_LEN)
     prompts = [random_prompt(random.Random(4), length) for length in (10, 100)]
     assert_all_same(folder, prompts, generate(make_core(folder, num_blocks=64), prompts, greedy(20)), 20)
 
 
-# ---- InternLM and InternLM2, whose files are in a layout of their own
+# ---- InternLM and InternLM2, whose files have their own layout
 
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 8
@@ -209,7 +209,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV
 
 
 def packed(weights: dict[str, torch.Tensor], prefix: str, kind: str) -> torch.Tensor:
-    """InternLM2's `wqkv`: KV head after KV head, its queries before its key and its value."""
+    """Returns InternLM2's `wqkv`: for each KV head its queries, then its key and its value."""
     query, key, value = (weights[f"{prefix}.self_attn.{each}_proj.{kind}"] for each in "qkv")
     share = HEADS // KV_HEADS * HEAD_DIM
     rows = []
@@ -271,7 +271,7 @@ def internlm2(llama2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_internlm2_answers_as_its_llama(llama2: Path, internlm2: Path) -> None:
-    """Their files differ, so their caches are not exchanged, although both describe a Llama."""
+    """The models' files differ, so they do not share a cache, although both are Llamas."""
     prompts = [random_prompt(random.Random(1), length) for length in (1, 17, 40)]
     assert_all_same(llama2, prompts, generate(make_core(internlm2, num_blocks=64), prompts, greedy(12)), 12)
     one, other = Checkpoint.open(str(llama2)), Checkpoint.open(str(internlm2))
@@ -307,7 +307,7 @@ def test_dynamic_positions_of_both(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.slow
 def test_an_internlm2_in_a_pipeline_of_two_ranks_each(llama2: Path, internlm2: Path) -> None:
-    """It runs as in the documents' examples, across the split."""
+    """The document's example runs with two prefill and two decode ranks."""
     from pd_cluster import TurbomindEngineConfig
 
     with pipeline(str(internlm2), backend_config=TurbomindEngineConfig(tp=2, cache_block_seq_len=16)) as pipe:

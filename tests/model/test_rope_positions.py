@@ -26,7 +26,7 @@ SAMPLING = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 LENS = (1, 7, 33, 50)
 ARCHITECTURES = (
     *("llama", "qwen3_moe", "gpt_oss"),  # fused layers with and without windows and experts
-    *("glm4", "phi3", "smollm3", "gemma3_text"),  # rope of neighbours, of some features, of some layers, of two kinds
+    *("glm4", "phi3", "smollm3", "gemma3_text"),  # rope of adjacent features, some features, some layers, two kinds
     *("gpt_neox", "gpt2"),  # transformers' modules; learned positions
 )
 
@@ -61,7 +61,7 @@ def core_problem(core: EngineCore, request: Request) -> str | None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_one_engine_in_chunks(checkpoint: Checkpoints, architecture: str) -> None:
-    """Also beside requests without own positions; other positions must give other tokens."""
+    """Requests without own positions run beside them; other positions must give other tokens."""
     folder = checkpoint(architecture)
     core = make_core(folder, max_num_batched_tokens=24, num_blocks=128, block_size=8)
     orders = orders_of(1, [*KINDS.values(), None])
@@ -90,7 +90,7 @@ def test_a_cached_prefix_has_the_same_positions(checkpoint: Checkpoints) -> None
 
 
 def extended(own: RopePositions, num_tokens: int) -> RopePositions:
-    """The positions of a prompt that includes the first tokens of the answer."""
+    """Returns the positions of a prompt extended by the answer's first tokens."""
     return RopePositions(tuple(map(tuple, own.between(0, len(own.rows[0]) + num_tokens))), own.delta)
 
 

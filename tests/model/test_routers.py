@@ -33,7 +33,7 @@ def block_of(architecture: str, dtype: torch.dtype) -> tuple[Any, ExpertRouter]:
 
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
 def test_weights_and_choice(architecture: str) -> None:
-    """Also in 16 bits, where routers with sigmoids or biased choices multiply in float32."""
+    """Covers bfloat16, too, where routers with sigmoids or biased choices multiply in float32."""
     for dtype in (torch.float32, torch.bfloat16):
         block, router = block_of(architecture, dtype)
         given: list[Any] = []

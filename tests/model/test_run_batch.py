@@ -51,7 +51,7 @@ def offline(checkpoint: Callable[..., Path]) -> Iterator[OfflineService]:
         yield made
 
 
-READ_BY: dict[str, tuple[Any, str]] = {  # url -> a body, and the openai client's type of its answer
+READ_BY: dict[str, tuple[Any, str]] = {  # url -> a body, and the openai client's type for the answer
     CHAT_URL: (CHAT | {"logprobs": True, "top_logprobs": 1}, "chat.ChatCompletion"),
     COMPLETIONS_URL: (TEXT | {"logprobs": 1}, "Completion"),
     RESPONSES_URL: ({"input": "hello", "max_output_tokens": 3}, "responses.Response"),
@@ -64,7 +64,7 @@ def request(custom_id: str, url: str, body: Any, **changes: Any) -> bytes:
 
 
 def answers(offline: OfflineService, entries: list[BatchEntry], concurrency: int = 8) -> dict[str | None, Any]:
-    """Returns custom_id -> its line."""
+    """Returns each custom_id's answer line."""
     written: list[bytes] = []
     offline.run(BatchRunner(offline.service, written.append, concurrency).run(iter(entries)))
     lines = [json.loads(each) for each in written]
@@ -119,7 +119,7 @@ def test_an_answer_is_the_http_apis(offline: OfflineService, url: str, body: Any
 
 
 def without_what_differs(answer: dict[str, Any]) -> None:
-    """Removes names and times of an answer, and what the cache had, which is more the second time."""
+    """Removes ids, times and the number of cached tokens, which differ between two equal requests."""
     for name in ("created", "created_at", "completed_at", "id", "request_id"):
         answer.pop(name, None)
     for item in answer.get("output", ()):
@@ -184,7 +184,7 @@ def test_answers_are_counted_and_the_first_error_is_told(offline: OfflineService
 
 
 def test_no_more_requests_are_read_than_are_worked_at(offline: OfflineService) -> None:
-    """For an input of any length: of 40 lines, at most 3 have no answer yet whenever another one is read."""
+    """Inputs may be long, so at a concurrency of 3 a line is read only while at most 3 earlier ones lack answers."""
     written: list[bytes] = []
     most = 0
 
@@ -200,7 +200,7 @@ def test_no_more_requests_are_read_than_are_worked_at(offline: OfflineService) -
 
 
 def test_huge_requests_come_one_after_the_other(offline: OfflineService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "MAX_NBYTES", 10)  # less than any
+    monkeypatch.setattr(batch_module, "MAX_NBYTES", 10)  # smaller than every request
     written: list[bytes] = []
     begun: list[int] = []
 
@@ -210,7 +210,7 @@ def test_huge_requests_come_one_after_the_other(offline: OfflineService, monkeyp
             yield entry_of(at + 1, request(str(at), COMPLETIONS_URL, TEXT))
 
     offline.run(BatchRunner(offline.service, written.append, 100).run(lines()))
-    assert begun == [0, 0, 1, 2, 3]  # the one that is read ahead waits for the one that runs
+    assert begun == [0, 0, 1, 2, 3]  # a line read ahead waits for the running one
 
 
 @pytest.mark.parametrize("error", [InstanceLost("the engine has failed"), Unavailable("the engine was closed")])
@@ -349,7 +349,7 @@ def ids_in(file: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_killed_run_is_gone_on_with(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """kill -9 in the middle, a torn line on top, Ctrl-C in the middle of the second run, and a third one to the end."""
+    """The first run is killed and its last line torn, the second is stopped by Ctrl-C, and the third completes."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     ids = write_input(source, 150)
     arguments = command(checkpoint(), source, target)
@@ -378,7 +378,7 @@ def test_a_killed_run_is_gone_on_with(checkpoint: Callable[..., Path], tmp_path:
     assert sorted(ids_in(target)) == sorted(ids)
 
     before = target.read_bytes()
-    done = run([*arguments, "--model=/no/such/model"])  # for nothing to do, no model is needed
+    done = run([*arguments, "--model=/no/such/model"])  # without work, no model is needed
     assert (done.returncode, target.read_bytes()) == (0, before)
     assert b"nothing to do" in done.stderr
 

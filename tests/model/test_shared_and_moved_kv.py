@@ -66,10 +66,10 @@ def tiny_core(folder: Path, **settings: object) -> EngineCore:
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [
-        ("llama", {"preemption_mode": "swap", "swap_space_gib": 0.0001}),  # room for some
+        ("llama", {"preemption_mode": "swap", "swap_space_gib": 0.0001}),  # swap space for some of them
         ("llama", {"preemption_mode": "recompute"}),
         ("llama", {"preemption_mode": "recompute", "enable_prefix_caching": False}),
-        ("mistral", {"preemption_mode": "swap", "swap_space_gib": 0.01}),  # swapped without what its window has passed
+        ("mistral", {"preemption_mode": "swap", "swap_space_gib": 0.01}),  # only blocks in the window are swapped
     ],
     ids=str,
 )
@@ -124,7 +124,7 @@ def test_n_sequences_share_the_blocks_of_the_prompt(checkpoint: Checkpoints) -> 
     core.scheduler.add(Request("n", RequestSpec(random_prompt(random.Random(1), 42), sampling)))
     core.step()
     core.step()
-    # 10 full blocks of the prompt once, and for each sequence its own block with the rest of it
+    # The prompt's 10 full blocks are shared; each sequence has its own block with the prompt's last tokens.
     assert core.scheduler.blocks.num_held == 10 + 4
 
 

@@ -1,4 +1,4 @@
-"""`--kv-shared-cache` against a real server: exact, apart by salt, never a foreign block, never a long wait."""
+"""`--kv-shared-cache` with a real server: tokens are exact, salts separate, foreign blocks ignored, waits short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.engines import assert_same
 from tests.support.key_value_server import KeyValueServer
 from tests.support.tiers import SECRET, WAIT_S, TieredEngine
 
-pytestmark = pytest.mark.slow  # a server that may have to be downloaded
+pytestmark = pytest.mark.slow  # the server may have to be downloaded
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +160,10 @@ def test_the_breaker_tries_again_and_waits_longer_each_time() -> None:
     assert [breaker.failed() for _ in range(FAILURES)] == [*[False] * (FAILURES - 1), True]
     assert breaker.is_open
     now_s[0] += 1.0
-    assert not breaker.is_open, "one try"
+    assert not breaker.is_open, "one attempt is due"
     assert breaker.failed()
     now_s[0] += 1.0
-    assert breaker.is_open, "twice as long"
+    assert breaker.is_open, "the second wait is twice as long"
     now_s[0] += 1.0
     breaker.succeeded()
     assert not breaker.failed()

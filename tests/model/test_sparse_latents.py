@@ -137,7 +137,7 @@ def test_sequences_that_are_preempted(checkpoint: Checkpoints, mode: str) -> Non
 
 
 def test_cached_prefixes_forks_and_beams(checkpoint: Checkpoints) -> None:
-    """A prompt again and longer; three sequences of one prompt; four beams. Blocks are shared and copied at forks."""
+    """Covers a repeated and an extended prompt, three sequences of one prompt, and four beams, which share blocks."""
     folder, prompt = checkpoint("glm_moe_dsa"), random_prompt(random.Random(7), 70)
     core = make_core(folder, block_size=8, max_num_batched_tokens=40, num_blocks=96, max_model_len=128)
     (answer,) = generate(core, [prompt], GREEDY)
@@ -163,7 +163,7 @@ def test_layers_without_an_indexer_keep_no_index_keys(checkpoint: Checkpoints) -
 
 
 def test_a_token_of_deepseek_v32() -> None:
-    """61 layers of 512 + 64 + 128 numbers of two bytes."""
+    """A token takes 61 layers of 512 + 64 + 128 two-byte numbers."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v32", **V32))
     caches = caches_of(model)

@@ -70,7 +70,7 @@ def compute(case: RecurrentCase, pool: BlocksOfStates, *segments: tuple[int, int
     + [(name, flag) for flag in OLDER for name in ("delta odd", "by channel", "mamba odd", "convolution")],
 )
 def test_numbers(name: str, flags: str) -> None:
-    """More rows than are computed at once; no other block is touched."""
+    """Covers more rows than are computed at once; no other block is written."""
     num_rows = 70 if "wide" in name else 150
     if flags and platform.machine() != "x86_64":
         pytest.skip("flags of x86-64")
@@ -92,7 +92,7 @@ def cut(num_rows: int, sizes: Iterator[int]) -> list[tuple[int, int]]:
 
 
 def sizes(kind: str) -> Iterator[int]:
-    """Lengths of a prompt's pieces, at first just as long as some that kernels compute together, or one longer."""
+    """Yields lengths of a prompt's pieces; the first ones lie around the 64 rows that kernels compute together."""
     yield from {"1": [1] * 70, "63": [63, 1], "64": [64], "65": [65], "random": []}[kind]
     rng = random.Random(kind)
     while True:

@@ -31,11 +31,11 @@ from tests.support.state_world import BLOCK_SIZE, StateWorld, load_modules, row_
 from tests.support.usual import slow_but
 
 Checkpoints = Callable[..., Path]
-LOOSE = 5e-4  # sums of chunks and of single tokens differ, and so do transformers' own
+LOOSE = 5e-4  # chunks and single tokens are summed differently, in transformers, too
 TIGHT = 2e-5
 BY_CONVOLUTION = ("lfm2", "lfm2_moe")
 KEPT = 5 * BLOCK_SIZE
-# Tokens of two sequences: around the length of a scan, a prompt beside single tokens, single tokens of both.
+# Tokens of two sequences per step: around the length of a scan, prompts beside single tokens, single tokens only.
 STEPS = ((1, 63), (64, 65), (65, 1), (1, 1), (1, 64), (1, 1))
 
 
@@ -55,7 +55,7 @@ def random_steps(rest: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("architecture", slow_but(("olmo_hybrid", "nemotron_h", "lfm2"), HYBRIDS))
 def test_chunks_and_single_tokens_beside_each_other(checkpoint: Checkpoints, architecture: str) -> None:
-    """Also from a state kept within a chunk. The reference pass uses no cache."""
+    """A sequence also resumes from a state kept within a chunk. The reference pass uses no cache."""
     folder, ids = checkpoint(architecture), ids_of(2, 300)
     with torch.inference_mode():
         expected = reference_model(folder)(input_ids=torch.tensor(ids), use_cache=False).logits
@@ -79,7 +79,7 @@ def test_chunks_and_single_tokens_beside_each_other(checkpoint: Checkpoints, arc
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "kimi_linear", "nemotron_h", "lfm2"])
 def test_a_state_is_kept_to_the_bit(checkpoint: Checkpoints, architecture: str) -> None:
-    """The first layer's, whose inputs are embeddings: kept within a chunk, it is that of a prompt which ends there."""
+    """In the first layer, whose inputs are embeddings, a state kept within a chunk is that of a prompt ending there."""
     (ids,) = ids_of(1, 130)
     with StateWorld(load_modules(checkpoint(architecture))) as world:
         whole, cut = world.request(ids, 1), world.request(ids, 2)
@@ -211,7 +211,7 @@ def declared(model_type: str, **fields: Any) -> tuple[LayerCache, ...]:
 
 
 def test_a_sequence_of_qwen3_next() -> None:
-    """48 layers, of which every fourth has keys and values: two heads of 256 and of two bytes."""
+    """Of 48 layers, every fourth has keys and values: two heads of 256 two-byte numbers; the others have states."""
     caches = declared("qwen3_next", num_hidden_layers=4, mlp_only_layers=[0, 1, 2, 3], vocab_size=16)
     keys, states = layouts_of(caches * 12, 64, "bfloat16")
     assert (keys.rule, keys.layers[:2], keys.token_nbytes) == ("all", (3, 7), 24_576)
@@ -234,7 +234,7 @@ def test_windows_make_a_group() -> None:
     rest, near = layouts_of(caches, 16, "float32", split_windows=True)
     assert (rest.layers, rest.rule, rest.window) == ((5,), "all", 0)
     assert (near.layers, near.rule, near.window) == ((0, 1, 2, 3, 4), "window", 32)
-    assert len(layouts_of(caches[:5], 16, "float32", split_windows=True)) == 1  # then requests pass their blocks
+    assert len(layouts_of(caches[:5], 16, "float32", split_windows=True)) == 1  # windows only: no second group
     twice = (*caches, *(LayerCache(each.num_heads, each.planes, 48) for each in caches[:2]))
     assert [layout.layers for layout in layouts_of(twice, 16, "float32", split_windows=True)] == [
         (5, 6, 7),
@@ -254,9 +254,7 @@ def test_time_steps_that_single_tokens_would_not_bound(checkpoint: Checkpoints, 
 
 def test_lightning_attention_and_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
     kinds = ["linear_attention", "full_attention", "linear_attention"]
-    with pytest.raises(
-        ModelError, match=r"layer_types .*: only full, sliding and indexed attention are supported, and the states"
-    ):
+    with pytest.raises(ModelError, match=r"layer_types .*: only full, sliding and indexed attention and the states"):
         load_modules(make_checkpoint(tmp_path, "minimax", layer_types=kinds))
     with pytest.raises(ModelError, match="--tensor-parallel-size 2: olmo_hybrid cannot be split: the states"):
         plan_of(Checkpoint.open(str(checkpoint("olmo_hybrid"))), 2)

@@ -60,7 +60,7 @@ def assert_same_with_all(compute: Callable[[], torch.Tensor]) -> None:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize(("outputs", "inputs"), WIDTHS)
 def test_products(outputs: int, inputs: int) -> None:
-    """One thread packs the weight, as at a rank's start."""
+    """The weight is packed by one thread, as at a rank's start, and multiplied by several numbers of threads."""
     torch.manual_seed(outputs)
     layer = PackedLinear(torch.randn(outputs, inputs), torch.randn(outputs))
     for num_rows in (1, 3, 4, 16, 33, 130):
@@ -140,7 +140,7 @@ def test_steps_whose_threads_change_at_every_layer(
     assert isinstance(core.runner, ModelRunner)
     core.runner.threads.share(ledger)
     assert tokens_of(core) == expected
-    if getattr(core.runner.model, "decoder", None) is None:  # which looks after LAYERS_AT_ONCE layers
+    if getattr(core.runner.model, "decoder", None) is None:  # a decoder checks only every LAYERS_AT_ONCE layers
         assert len(ledger.seen) > 2 * core.num_steps, "the threads were never changed within a step"
     assert set(ledger.seen) == {1, *THREADS}
     assert torch.get_num_threads() == ledger.own_threads, "the rest of a step must use the rank's own threads"
@@ -204,7 +204,7 @@ def test_steps_that_move_between_their_home_and_all_cores(
         placed.append((num_threads, cores))
         return team_binding()(num_threads, cores)
 
-    home_cores = frozenset({min(all_cores), max(all_cores) + 4000})  # the kernel leaves out what it does not have
+    home_cores = frozenset({min(all_cores), max(all_cores) + 4000})  # the kernel ignores nonexistent cores
     home = CoreAffinity(home_cores, all_cores, all_cores, lambda thread: 0.0, spread)
     ledger = RandomLedger(tmp_path / "cores")
     ledger.open()
@@ -219,7 +219,7 @@ def test_steps_that_move_between_their_home_and_all_cores(
     ledger.close()
 
 
-# ---- OpenMP's threads of a user's own process sleep while others want the cores
+# ---- in a user's own process, OpenMP's threads sleep while other programs want the cores
 
 
 SCRIPT = Path(__file__).parents[1] / "support" / "neighbours_script.py"
@@ -227,14 +227,14 @@ NUM_SPINNING = 2
 
 
 class World:
-    """A clock, and each thread's time of waiting for a core."""
+    """A clock, and the time for which each thread has waited for a core."""
 
     def __init__(self) -> None:
         self.now_s = self.waited_s = 0.0
         self.spinning = Spinning(openmp_runtime(), NUM_SPINNING, lambda thread: self.waited_s, lambda: self.now_s)
 
     def window(self, waits: float, seconds: float = WINDOW_S) -> bool:
-        """Lets a window pass in which threads waited for this part of it. Returns whether they sleep now."""
+        """Lets `seconds` pass, of which threads waited for the share `waits`; returns whether they sleep now."""
         self.now_s += seconds
         self.waited_s += waits * seconds
         self.spinning.tick()
@@ -250,7 +250,7 @@ def test_threads_sleep_while_others_want_the_cores() -> None:
     assert world.window(waits=0.5)
     assert world.window(waits=0.0), "threads must not sleep for a short wait"
     assert world.window(waits=0.5, seconds=QUIET_S)
-    assert world.window(waits=0.15, seconds=QUIET_S), "still busy"
+    assert world.window(waits=0.15, seconds=QUIET_S), "the cores must still count as busy"
     assert not world.window(waits=0.0, seconds=QUIET_S)
     world.window(waits=0.5)
     world.spinning.close()
@@ -260,7 +260,7 @@ def test_threads_sleep_while_others_want_the_cores() -> None:
 
 
 def test_more_threads_than_cores() -> None:
-    """libgomp compares all its threads with the cores: the sleepers make up for threads that a step does not have."""
+    """libgomp spins less once it has more threads than cores, so idle threads are added until it has."""
     before = len(os.listdir("/proc/self/task"))
     world = World()
     try:
@@ -282,7 +282,7 @@ def test_a_users_own_policy_stays(own: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_beside_a_busy_program_on_each_core(checkpoint: Callable[..., Path]) -> None:
-    """Prints tokens/s alone and beside the programs, first as libgomp does by default, in turns."""
+    """Prints tokens/s alone and beside the programs, alternating between libgomp's default and sleeping threads."""
     spins = {"GOMP_SPINCOUNT": "300000"}  # libgomp's default, given by the user
     rates: dict[str, list[dict[str, float]]] = {"spins": [], "sleeps": []}
     for _ in range(3):

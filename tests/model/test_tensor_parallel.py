@@ -40,12 +40,12 @@ def test_two_ranks_generate_the_same_tokens(checkpoint: Checkpoints, architectur
             "llama",
             4,
             {"num_key_value_heads": 1, "vocab_size": 321},
-        ),  # replicated heads, a vocabulary that does not divide
+        ),  # replicated heads, and a vocabulary not divisible by the ranks
         ("gemma2", 4, {"num_key_value_heads": 4}),
         ("mixtral", 4, {"num_key_value_heads": 2}),
         # Neither heads nor ranks are powers of two.
         ("llama", 3, {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),
-        # Each rank knows its heads' part of the mean square only, and a replicated head must count once.
+        # The norm's mean square is summed over ranks, and a replicated head must count once.
         ("olmo2", 4, {"num_key_value_heads": 2}),
     ],
     ids=str,
@@ -81,8 +81,8 @@ def test_preemption_and_forks_move_blocks_on_every_rank(checkpoint: Checkpoints,
 def test_no_step_ends_before_all_ranks_have_written(
     checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk without logits: the ranks meet once more after the last layer's keys and values, or a block that is
-    given away could still be written."""
+    """A chunk without logits also ends with a sum over the ranks, because otherwise a slower rank could still write a
+    block that has been freed."""
     folder = checkpoint(architecture)
     with ranks(folder, 2, max_num_batched_tokens=16, num_blocks=64) as core:
         group, events = core.runner.runner.group, []  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ def test_what_is_not_of_the_text_model_is_never_read(tmp_path: Path) -> None:
     [("model.language_model.", "language_model.model."), ("model.language_model.", "language_model.")],
 )
 def test_other_names_of_the_same_weights(tmp_path: Path, old: str, new: str) -> None:
-    """One form is transformers 4's, the other that of a model without a head."""
+    """Covers transformers 4's names, and those of a model saved without its head."""
     folder = make_multimodal(tmp_path, "llava")
     expected = reference_greedy(folder, prompts(), 20)
     for written in ("model.language_model.", "language_model.model."):
@@ -67,7 +67,7 @@ def test_other_names_of_the_same_weights(tmp_path: Path, old: str, new: str) -> 
 
 
 def test_a_config_that_leaves_out_what_transformers_knows(tmp_path: Path) -> None:
-    """google/gemma-3 is such a config: it lacks vocab_size, positions and heads."""
+    """google/gemma-3's text config lacks vocab_size, positions and heads, so defaults apply."""
     changes = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
     folder = make_multimodal(tmp_path, "gemma3", hidden_size=64, num_hidden_layers=1, layer_types=None, **changes)
     text = json.loads((folder / "config.json").read_text())["text_config"]
@@ -84,7 +84,7 @@ def test_a_config_that_leaves_out_what_transformers_knows(tmp_path: Path) -> Non
     ("name", "ties"), [("llava", (True, False)), ("gemma3", (False, True)), ("gemma3", (False, False))]
 )
 def test_tied_embeddings_wherever_they_are_told(tmp_path: Path, name: str, ties: tuple[bool, bool]) -> None:
-    """`ties`: by the whole config, and by the text model's; transformers' classes go by one or the other."""
+    """`ties`: tie_word_embeddings in the whole config and in the text model's; each class of transformers reads one."""
     folder = make_multimodal(tmp_path, name, is_tied=ties[0], tie_word_embeddings=ties[1])
     assert generate(make_core(folder, **TEXT_ONLY), prompts(), GREEDY) == reference_greedy(folder, prompts(), 20)
 
@@ -103,7 +103,7 @@ def test_overrides_are_of_the_text_models_config(tmp_path: Path) -> None:
 
 def test_the_flag_is_named_and_another_identity(tmp_path: Path) -> None:
     folder = make_multimodal(tmp_path, "gemma3")
-    change_config(folder, model_type="paligemma")  # with whose pictures nothing is served
+    change_config(folder, model_type="paligemma")  # its pictures are not supported
     with pytest.raises(ModelError, match=r"'paligemma' takes more than text.*; --language-model-only serves its"):
         make_core(folder)
     with pytest.raises(ModelError, match="; language_model_only serves its gemma3_text alone"):

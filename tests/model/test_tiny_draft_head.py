@@ -51,7 +51,7 @@ def test_its_files_fit_the_model_and_a_megabyte() -> None:
 
 
 def foreseen(head: EagerEagle3, tapped: list[torch.Tensor], ids: list[int], start: int) -> list[int]:
-    """Returns how many of its own drafts behind each of ids[start:-1] are right, a chain at a time."""
+    """For each of ids[start:-1], returns how many drafts after it are right, up to the first wrong one."""
     states, found = head.project(tapped), []
     for stop in range(start + 1, len(ids)):
         drafts, _ = head.drafts(ids[:stop], states[: stop - 1], NUM_DRAFTS)

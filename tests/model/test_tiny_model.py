@@ -198,7 +198,7 @@ def prompt(kind: str, question: str) -> str:
 
 
 def generated(pictures: list[Any]) -> list[str]:
-    """generate()'s answers, with pictures prepared by transformers' processor."""
+    """Returns generate()'s answers, with pictures prepared by transformers' processor."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     model: Any = transformers.AutoModelForImageTextToText.from_pretrained(SHIPPED_VISION_MODEL, dtype=torch.float32)

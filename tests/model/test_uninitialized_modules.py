@@ -1,4 +1,4 @@
-"""Modules that are built without numbers, or whose weights go straight to a device, become the same model."""
+"""Models are the same if modules are built without initializing weights, or weights go straight to a device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_rank_on_a_cpu_loads_a_model_without_sympy() -> None:
     assert "sympy" not in imported
 
 
-# ---- straight to a device: the host stands in for it
+# ---- weights straight to a device, which the host replaces here
 
 
 def test_an_accelerator_is_filled_directly_where_the_helper_library_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,11 @@ def expected_of(folder: Path, prompts: list[Filmed]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_engine(name: str) -> None:
-    """Also with chunks that split every video, prefix hits that end within one, and kept features."""
+    """Covers chunks that split every video, prefix hits that end within one, and kept features."""
     folder = shared_folder(make_seer, name)
     expected = expected_of(folder, PROMPTS)
     assert len({tuple(each) for each in expected[:3]}) == 3, "frames and their order must matter"
-    assert expected[3] != expected[4], "the videos' order does not matter"
+    assert expected[3] != expected[4], "the videos' order must matter"
     core = make_core(folder, **SETTINGS)
     assert [answers(folder, core, [prompt])[0] for prompt in PROMPTS] == expected
     assert answers(folder, core, PROMPTS) == expected
@@ -91,7 +91,7 @@ def test_frames_that_are_alike_are_encoded_once() -> None:
     "name", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "qwen3_vl")]
 )
 def test_offline(name: str) -> None:
-    """Files, arrays and FastDeploy's form; conversations by URL; a picture and a video in one prompt."""
+    """Covers videos as files, arrays, by URL and in FastDeploy's form, and a picture and a video in one prompt."""
     folder = shared_folder(make_seer, name)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     raw = clip(1, 9)
@@ -172,11 +172,11 @@ def expected_of_kind(folder: Path, name: str, prompts: list[clip_kinds.Filmed]) 
 
 @pytest.mark.parametrize("name", clip_kinds.CLIP_KINDS)
 def test_one_engine_of_other_kinds(name: str) -> None:
-    """Also in chunks that cut every video, with prefix hits that end in one."""
+    """Covers chunks that split every video, and prefix hits that end within one."""
     folder = shared_folder(clip_kinds.make_filming, name)
     expected = expected_of_kind(folder, name, KIND_PROMPTS)
-    assert expected[0] != expected[1], "the frames' order does not matter"
-    assert expected[2] != expected[3], "the videos' order does not matter"
+    assert expected[0] != expected[1], "the frames' order must matter"
+    assert expected[2] != expected[3], "the videos' order must matter"
     core = make_core(folder, **KIND_SETTINGS)
     assert [answers(folder, core, [prompt])[0] for prompt in KIND_PROMPTS] == expected
     assert answers(folder, core, KIND_PROMPTS) == expected

@@ -1,4 +1,4 @@
-"""A weight form defined only in this file, for linear layers and experts: loaded, divided, fused, computed with."""
+"""A weight form defined only in this file is loaded, divided, fused and computed with, for experts, too."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FORM = WeightForm(
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers the form by a row in the table, all that it needs besides its class."""
+    """Registers the form in the table of forms; besides its class it needs nothing more."""
     monkeypatch.setitem(FORMS, "grouped int8", FORM)
 
 
@@ -156,7 +156,7 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)
 def test_the_numbers_are_those_of_the_same_weights_in_plain_form(
     tmp_path: Path, architecture: str, fused: bool
 ) -> None:
-    """On one rank and on two: fused layers, transformers' modules, biases, experts in both layouts of files."""
+    """Covers one and two ranks, fused layers, transformers' modules, biases, and both file layouts of experts."""
     plain, other = pair(tmp_path, architecture, fused)
     rng = random.Random(1)
     prompts = [random_prompt(rng, n) for n in (1, 17, 40)]
@@ -170,7 +170,7 @@ def test_the_numbers_are_those_of_the_same_weights_in_plain_form(
 def test_forms_are_reordered_as_plain_weights_are(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of heads, or of gates and ups; gpt_oss's experts have biases, too. Other forms are refused."""
+    """Covers rows of heads, gates and ups, and gpt_oss's biases. A form that cannot be reordered is refused."""
     plain, other = pair(tmp_path, architecture)
     prompts = [random_prompt(random.Random(2), n) for n in (1, 17, 40)]
     core = make_core(other, max_num_batched_tokens=32, num_blocks=64)
@@ -195,7 +195,7 @@ def test_logits_are_bit_for_bit_those_of_the_plain_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_on_a_cpu_have_this_form(tmp_path: Path, dtype: str) -> None:
-    """No layer may keep its placeholder."""
+    """The model answers, so no layer has kept its placeholder."""
     _, other = pair(tmp_path, "mixtral")
     core = make_core(other, dtype=dtype, num_blocks=32)
     (output,) = generate(core, [[5, 6, 7]], GREEDY)
@@ -203,7 +203,7 @@ def test_sixteen_bits_on_a_cpu_have_this_form(tmp_path: Path, dtype: str) -> Non
 
 
 def test_groups_are_never_cut(tmp_path: Path) -> None:
-    """96 features are three groups of 32, for two ranks."""
+    """96 features are three groups of 32, which two ranks cannot divide."""
     for architecture in ("llama", "mixtral"):
         _, other = pair(tmp_path / architecture, architecture, group=32)
         with (
@@ -229,7 +229,7 @@ def test_a_stack_is_its_experts() -> None:
 
 
 EXPERT, Q_PROJ = "model.layers.1.block_sparse_moe.experts.2.w3", "model.layers.0.self_attn.q_proj"
-CHANGES: list[tuple[list[str], str, str]] = [  # parts that go, a layer that comes, what is said
+CHANGES: list[tuple[list[str], str, str]] = [  # removed tensors, an added layer, the error
     ([f"{EXPERT}.codes"], "", r"gate_proj or up_proj of expert 2 lacks some of the tensors codes, steps"),
     ([f"{EXPERT}.codes", f"{EXPERT}.steps"], "", r"expert 2 lacks up_proj"),
     ([f"{Q_PROJ}.codes"], "", r"q_proj: steps are not the tensors of a known form"),

@@ -1,4 +1,4 @@
-"""The model of `benchmarks speculative`: it copies, and its padded form says the same."""
+"""The model of `benchmarks speculative` copies its prompt, and its padded form gives the same answers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ROOM: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 100,
 }
-# Fused layers; keys that other layers see; groups with other heads
+# Fused layers; layers that reuse others' keys; groups with different heads
 KINDS = ("gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4_text", "mimo_v2_flash")))
 pytestmark = pytest.mark.usefixtures("one_thread")
 Checkpoints = Callable[..., Path]
@@ -50,7 +50,7 @@ def near_blocks(core: EngineCore) -> BlockPool:
 
 @pytest.mark.parametrize("architecture", KINDS)
 def test_prompts_much_longer_than_the_window(checkpoint: Checkpoints, architecture: str) -> None:
-    """All run at once, although the window's pool could not hold a quarter of their tokens."""
+    """All run at once, although the window's pool could hold less than half of their tokens."""
     folder, rng = checkpoint(architecture), random.Random(1)
     core = core_of(folder)
     prompts = [random_prompt(rng, n) for n in (400, 300, 350, 310, 25, 24, 23, 1)]

@@ -53,7 +53,7 @@ def requests_of(num_groups: int) -> list[Request]:
 
 
 def pass_by(request: Request, runner: ModelRunner) -> None:
-    """Gives up the window's blocks that no later token sees, which then hold NaN, as the padding block does."""
+    """Releases blocks that have left the window, and fills them with NaN, which the padding block holds, too."""
     pool = runner.pools[1]
     first = pool.layout.holds.first_seen(request.num_computed_tokens) // BLOCK_SIZE
     table = request.tables[1]

@@ -248,9 +248,8 @@ def reference_greedy_together(folder: Path, prompts: list[list[int]], max_tokens
 def prefers(folder: Path, prompts: list[list[int]], outputs: list[list[int]], limits: list[int]) -> bool:
     """Whether greedy decoding gives these outputs, checked by one forward pass over each prompt with its output.
 
-    A False says nothing yet: sums of another order may choose another token, and where the rotary frequencies follow
     False does not prove a fault: another order of summation may choose another token, and where rotary frequencies
-    depend on the length, generate() uses others than one pass over the whole text.
+    depend on the length, those of generate() differ from those of one pass over the whole text.
     """
     model = reference_model(folder)
     if not all(outputs) or has_frequencies_by_length(model.config):

@@ -1,6 +1,5 @@
 """A cluster of real processes for tests: starts, awaits, queries and kills them, and checks that nothing is held.
 
-Starts what `pd-cluster up` starts (the same plan), and restarts nothing that dies unless a test says so. Every wait has
 Starts the same processes as `pd-cluster up` (from the same plan), and restarts a process only when a test asks for it.
 Every wait has a deadline and fails with the last lines of the processes' logs.
 """

@@ -133,7 +133,7 @@ def sparse(
 
 
 def copies(num_words: int) -> None:
-    """Blocks of one pool into those of another, which has more layers."""
+    """Launches copies from blocks of one pool into those of another, which has more layers."""
     blocks = empty(4000, 2 * num_words, dtype=INT64)
     copy_pairs(blocks[:, :num_words], blocks[:, num_words:], empty(5, 2, dtype=INT64))
 

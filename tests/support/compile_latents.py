@@ -1,6 +1,6 @@
 """Launches around attention to latents, and of sparse attention's indexer: see compile_cuda_ops.py.
 
-On tensors of the meta device.
+All tensors are on the meta device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Recurrent layers whose prompts flash-linear-attention computes: against Triton's kernels, on a GPU by fla itself.
+"""Compares recurrent layers whose prompts flash-linear-attention (fla) computes with the kernels of single tokens.
 
-Interpreted, a fake computes in its place. Run by tests/model/test_cuda_ops.py.
+On a GPU fla itself runs; on a CPU a fake replaces it. Run by tests/model/test_cuda_ops.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LENS = (1, 66, 2, 67)
 
 @pytest.fixture(autouse=True)
 def _fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a CPU, the fake takes its place."""
+    """Replaces fla by the fake on a CPU."""
     if not IS_HOST:
         yield
         return
@@ -95,7 +95,7 @@ def compute(case: RecurrentCase, layer: TritonStates | StateKernel) -> tuple[tor
 
 
 def token_by_token(case: RecurrentCase) -> tuple[torch.Tensor, BlocksOfStates]:
-    """By the kernels in C on a CPU, where interpreted ones would take long."""
+    """Computes the reference: by C kernels on a CPU, because interpreted kernels would take long."""
     if not IS_HOST:
         return compute(case, TritonStates(case.convolution, case.recurrence))
     wide = replace(case.convolution, weight=case.convolution.weight.float())
@@ -135,7 +135,7 @@ def test_a_layer_has_the_numbers_of_single_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("delta", marks=SLOW_IF_INTERPRETED)])
 def test_a_layer_without_norm(name: str) -> None:
-    """Its results are written in 16 bits at once."""
+    """Without a norm, results are written directly in bfloat16."""
     case = a_case(name)
     assert isinstance(case.recurrence, GatedDelta)
     assert check(replace(case, recurrence=replace(case.recurrence, norm=GatedNorm()))).dtype == torch.bfloat16
@@ -143,7 +143,7 @@ def test_a_layer_without_norm(name: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW_IF_INTERPRETED) for name in CASES])
 def test_a_trial_measures_16_bits(name: str) -> None:
-    """Far from the limit, where rounding alone is the difference."""
+    """If only rounding differs, the trial's error is far below the limit."""
     case = a_case(name)
     assert case.recurrence is not None
     chunks = fla_chunks().FlaChunks(case.recurrence)
@@ -151,12 +151,12 @@ def test_a_trial_measures_16_bits(name: str) -> None:
 
 
 def other_base(real: Any) -> Any:
-    """Takes decays for logarithms to base 2."""
+    """A fault: takes decays for logarithms to base 2."""
     return lambda *given, g, **more: real(*given, g=g * 0.6931, **more)
 
 
 def turned(real: Any) -> Any:
-    """Gives the last states with keys and values exchanged; a head's are equally wide."""
+    """A fault: returns states with keys and values exchanged, which are equally wide."""
 
     def call(*given: Any, **more: Any) -> Any:
         out, final = real(*given, **more)
@@ -166,7 +166,7 @@ def turned(real: Any) -> Any:
 
 
 def other_heads(real: Any) -> Any:
-    """Reads values head after head, as if tokens were the inner dimension."""
+    """A fault: reads values head after head, as if tokens were the inner dimension."""
 
     def call(q: Any, k: Any, v: Any, *given: Any, **more: Any) -> Any:
         return real(q, k, v.transpose(1, 2).reshape(v.shape), *given, **more)
@@ -221,7 +221,7 @@ def test_a_library_with_other_conventions_is_not_used(
 def test_only_16_bits_and_not_with_deterministic(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One trial for all layers of a shape, which has its own tests."""
+    """fla is used for 16 bits only, and after one trial for all layers of a shape; other tests cover the trial."""
     trials = list[object]()
     monkeypatch.setattr(chunk_choice, "trial_error", lambda *given: trials.append(given) or 0.001)
     case, wide = a_case("delta"), a_case("delta", torch.float32)
@@ -249,7 +249,7 @@ def test_only_16_bits_and_not_with_deterministic(
 @pytest.mark.skipif(not IS_HOST, reason="the fake alone computes float32 exactly")
 @pytest.mark.parametrize("architecture", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
 def test_tokens_are_transformers(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole hybrid: long prompts beside short ones and single tokens, then again from states that were kept."""
+    """Computes long prompts beside short ones and single tokens, then again from kept states."""
     monkeypatch.setattr(chunk_choice, "DTYPES", (torch.float32,))
     monkeypatch.setattr(model_loader, "choose_attention", lambda *given: triton_attention())
     monkeypatch.setattr(model_loader, "STATES", SHORT)

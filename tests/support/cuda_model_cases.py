@@ -195,7 +195,7 @@ def test_steps_with_prompts_through_graphs(architecture: str, tmp_path: Path, mo
     runner.goes_ahead = True
     with torch.inference_mode():
         graphs.prepare(lambda: graphs.num_captured < 1)
-    assert list(graphs.captured) == [(17, 3)], "the largest"
+    assert list(graphs.captured) == [(17, 3)], "expected the largest size"
     used = counted(graphs)
     prompts = prompts_of((1, 5, 18, 9))
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
@@ -289,7 +289,7 @@ def test_weights_are_overwritten_where_graphs_read_them(tmp_path: Path, monkeypa
 def test_every_form_of_weights_is_overwritten(
     architecture: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused, packed and quantized forms, made again layer by layer: the logits are those of a model that began so."""
+    """After fused, packed or quantized weights are replaced, logits equal those of a model loaded with the new ones."""
     as_cuda(monkeypatch)
     base = make_checkpoint(tmp_path / "made", architecture)
     other = make_version(base, tmp_path / "other", 1)

@@ -1,7 +1,7 @@
 """A CUDA device in the host's memory, for interpreted kernels: loader, runner and graphs work as on a GPU.
 
-A graph repeats what it captured, torch's operators and Triton's kernels alike, on the same tensors: whatever was
-computed outside of it, or on the host, stays as it was at the capture.
+A graph repeats the torch operators and Triton kernels that it captured, on the same tensors. Anything computed outside
+the graph, or on the host, stays as it was at the capture.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CapturedCalls(FakeGraph):
 
 
 class FakeCuda(FakeNpu):
-    """torch.cuda as far as it is used."""
+    """The part of torch.cuda that is used."""
 
     Event, Stream, CUDAGraph = FakeEvent, FakeStream, CapturedCalls
 
@@ -56,7 +56,7 @@ class FakeCuda(FakeNpu):
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Makes `--device cuda` the host, until `patch` is undone. Graphs are captured when a step needs them."""
+    """Makes `--device cuda` mean the host until `patch` is undone. Graphs are captured when a step needs them."""
     fake, run = FakeCuda(), InterpretedFunction.run
 
     def launch(self: Any, *args: Any, **options: Any) -> None:

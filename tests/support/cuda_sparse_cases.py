@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 def pool_of(block_size: int, dtype: str, num_blocks: int, width: int) -> KVPool:
-    """Full of small whole numbers, so that sums are exact and many scores are equal."""
+    """Returns a pool whose index keys are small whole numbers, so that sums are exact and many scores equal."""
     with torch.device("cpu"):
         layout = KVLayout(2, 1, (*latents(*WIDTHS[1:3]), Plane(INDEX, width)), block_size, dtype)
         pool = KVPool(layout, num_blocks, DEVICE)
@@ -91,7 +91,7 @@ def batch_of(sequences: list[tuple[int, int]], block_size: int, dtype: str, widt
 
 
 def index_rows(batch: ForwardBatch, num_heads: int, most: int) -> IndexRows:
-    """Returns whole numbers, of which many products are below zero."""
+    """Returns whole numbers with many negative products."""
     dtype, width = TORCH_DTYPES[batch.pool.layout.dtype], batch.pool.layout.width_of(INDEX)
     shapes = ((batch.num_tokens, num_heads, width), (batch.num_tokens, num_heads), (batch.num_tokens, width))
     with torch.device("cpu"):
@@ -113,7 +113,7 @@ def places(batch: ForwardBatch) -> list[Place]:
 
 
 def expected_slots(rows: IndexRows, batch: ForwardBatch) -> list[list[int]]:
-    """Returns each token's list: its best keys, of equal ones the first, in the order of the keys."""
+    """Returns the slots of each token's best keys, in the keys' order; among equal keys the first ones are best."""
     plane = batch.pool.planes(LAYER)[2].flatten(0, 1)[:, 0].double().cpu()
     queries, weights = rows.queries.double().cpu(), rows.weights.double().cpu()
     found = []
@@ -147,7 +147,7 @@ def test_keys_are_normed_and_both_are_rotated(dtype: torch.dtype, num_heads: int
 
 @pytest.fixture
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several launches, spans and tiles for each token."""
+    """Makes sizes so small that each token takes several launches, spans and tiles."""
     monkeypatch.setattr(listed_keys, "MOST_SCORES", 1000)
     monkeypatch.setattr(listed_keys, "SPAN", 64)
     monkeypatch.setattr(listed_keys, "LISTED", 64)
@@ -159,7 +159,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     "indexer", [*INDEXERS[:2], *(pytest.param(each, marks=SLOW_IF_INTERPRETED) for each in INDEXERS[2:])], ids=str
 )
 def test_the_best_keys_are_listed(indexer: tuple[int, int, int, int, str]) -> None:
-    """Single tokens and prompts, among keys that include those of the step itself."""
+    """Single tokens and prompts choose among keys that include the step's own."""
     num_heads, width, most, block_size, dtype = indexer
     batch = batch_of(MIXED, block_size, dtype, width)
     rows = index_rows(batch, num_heads, most)
@@ -171,7 +171,7 @@ def test_the_best_keys_are_listed(indexer: tuple[int, int, int, int, str]) -> No
 
 
 def test_scores_of_every_size_and_sign() -> None:
-    """Far apart and close together, below zero, and zeros of both signs, which are equal."""
+    """Covers distant, close and negative scores, and zeros of both signs, which are equal."""
     batch = batch_of([(1, 299)], 16, "float32", 64)
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(3)
@@ -194,7 +194,7 @@ def test_scores_of_every_size_and_sign() -> None:
 
 
 def test_nothing_is_listed_where_all_is_seen() -> None:
-    """But for `--deterministic`: there a token's result may not depend on whether others have lists."""
+    """Only `--deterministic` makes lists then, so that no result depends on whether other tokens have lists."""
     for most, is_dense in ((16, True), (15, False)):
         batch = batch_of([(3, 5), (1, 15)], 8, "float32", 64)
         rows = index_rows(batch, 16, most)
@@ -214,7 +214,7 @@ def given_of(num_heads: int, dtype: str, num_tokens: int) -> Given:
 
 
 def over_lists(given: Given, batch: ForwardBatch, lists: list[list[int]]) -> torch.Tensor:
-    """float64, one token at a time, over the rows in its list; the pool is as the kernels left it."""
+    """Attends in float64, one token at a time, over its list's slots of the pool as written by the kernels."""
     layer, queries, _, rope = given
     latent, turned = (plane.flatten(0, 1)[:, 0].double().cpu() for plane in batch.pool.planes(LAYER)[:2])
     apart = queries.double().cpu().view(batch.num_tokens, layer.num_heads, -1)
@@ -243,7 +243,7 @@ def over_lists(given: Given, batch: ForwardBatch, lists: list[list[int]]) -> tor
 def test_tokens_attend_to_what_is_listed(
     num_heads: int, block_size: int, dtype: str, sequences: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alike in decode steps, whose lists are split, and in steps with prompts; uniformly, too."""
+    """Covers decode steps, whose lists are split, and steps with prompts, by default and with `--deterministic`."""
     monkeypatch.setattr(attention_plan.plan_decode, "__defaults__", (32,))  # keys of a split: lists of 40 have two
     for ops in (CudaOps(attend_batch), DeterministicOps(attend_rows)):
         batch = batch_of(sequences, block_size, dtype, 64)
@@ -263,7 +263,7 @@ def _in_order() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_in_order")
 def test_a_token_has_the_same_bits_however_its_prompt_is_cut() -> None:
-    """With and without lists that leave keys out, alone and beside others."""
+    """Covers lists of all keys and of some, alone and beside other sequences."""
     sequences, ops = [(20, 0), (1, 30), (3, 12)], DeterministicOps(attend_rows)
     tables = tables_of(sequences, 8)
     pool = pool_of(8, "float32", sum(map(len, tables)), 64)

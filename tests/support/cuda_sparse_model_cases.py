@@ -60,7 +60,7 @@ def check(folder: Path, core: EngineCore, *lens: int) -> None:
 
 
 def test_chunks_graphs_and_steps_ahead(tmp_path: Path) -> None:
-    """Prompts in chunks beside sequences that decode; some begin with all keys and go on with chosen ones."""
+    """Computes prompts in chunks beside decoding sequences; some see all keys at first, and later chosen ones."""
     folder = make_checkpoint(tmp_path, "glm_moe_dsa", **SHALLOW)
     core, runner = core_of(folder)
     assert runner.model.kernels == "fused layers, Triton kernels, attention by Triton"
@@ -86,7 +86,7 @@ def test_all_layers(architecture: str, settings: dict[str, Any], tmp_path: Path)
 @slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_and_cached_sequences(mode: str, tmp_path: Path) -> None:
-    """Index keys leave the device and come back; a prefix's index keys are found again."""
+    """Index keys are swapped out and in, and a cached prefix's index keys are found."""
     folder = make_checkpoint(tmp_path, "glm_moe_dsa", **SHALLOW)
     core, _ = core_of(folder, num_blocks=5, preemption_mode=mode, swap_space_gib=0.01)
     prompts = prompts_of(15, 14, 13)
@@ -124,8 +124,8 @@ def test_an_answer_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at load compares logits with transformers'; float16 keeps the weights of index heads in float32."""
-    monkeypatch.setattr(model_loader, "can_fuse", lambda model: True)  # the device is a CPU to torch,
-    monkeypatch.setattr(fuse_model, "is_narrow", lambda model: False)  # where layers in 16 bits are others
+    monkeypatch.setattr(model_loader, "can_fuse", lambda model: True)  # torch sees a CPU as the device,
+    monkeypatch.setattr(fuse_model, "is_narrow", lambda model: False)  # which has other 16-bit layers
     core, runner = core_of(make_checkpoint(tmp_path, "deepseek_v32", num_hidden_layers=2), dtype=dtype)
     assert isinstance(runner.model, FusedCausalLM)
     assert [each.weighs_in_float32 for each in runner.model.indexers] == [dtype == "float16"] * 2
@@ -156,7 +156,7 @@ def test_indexers_beyond_the_kernels_are_refused(tmp_path: Path) -> None:
 
 @slow
 def test_a_prompt_is_handed_over_to_a_pool_of_other_blocks(tmp_path: Path) -> None:
-    """Latents and index keys of one instance's prompt; the other one decodes, in graphs."""
+    """One instance's latents and index keys are handed over to another one, which decodes in graphs."""
     folder, (prompt,) = make_checkpoint(tmp_path, "glm_moe_dsa"), prompts_of(29)
     settings: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens": 32}
     source, target = (core_of(folder, block_size=size, **settings)[1] for size in (16, 8))

@@ -33,7 +33,7 @@ class RestingWorld(World):
         return self.is_resting
 
     def _rest(self) -> None:
-        """P rests an idle link between two steps; D learns of it after all of P's earlier messages."""
+        """P closes an idle link between two steps; D learns of it after all of P's earlier messages."""
         conn = self.p_link
         if (
             self.p.plan is None
@@ -51,7 +51,7 @@ class RestingWorld(World):
             if conn == self.d_conn:
                 # P's engine may release a transfer (deadline or abort) before its mailbox has sent the confirmation.
                 left = {transfer_id for transfer_id, of in self.d_side.landing.items() if of == conn}
-                assert left <= self.taken, "a link rests under a transfer"
+                assert left <= self.taken, "a link is closed under a transfer"
                 self._d_loses_link("it is at rest")
                 if conn == self.p_conn:
                     self.p_conn = None  # P closes the connection after D's answer
@@ -59,7 +59,7 @@ class RestingWorld(World):
             super()._d_reads_inbox()
 
     def _wake(self) -> None:
-        """Tries to reopen a resting link that a transfer awaits; P's engine learns the outcome between two steps."""
+        """Tries to reopen a closed link that a transfer awaits; P's engine learns the outcome between two steps."""
         if self.p_conn is None and self.d_conn is not None and self.is_resting:
             self._d_loses_link("cut")
         if not (self.is_resting and self.is_awaited and self.p_conn is None and self.d_conn is None):

@@ -67,7 +67,7 @@ class Mirror:
                     parent = event.parent_block_hash
                     for at, block in enumerate(event.block_hashes):
                         tokens = tuple(event.token_ids[at * event.block_size : (at + 1) * event.block_size])
-                        assert block not in known, "stored twice"
+                        assert block not in known, "a block was stored twice"
                         known[block] = parent, tokens
                         parent = block
                 case BlockRemoved():

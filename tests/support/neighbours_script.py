@@ -19,7 +19,7 @@ NUM_TOKENS, SECONDS = 16, 4.0
 
 
 def rate(llm: LLM) -> float:
-    """Generates for some seconds, and measures without the first ones."""
+    """Warms up for a second; returns the tokens/s of the next four."""
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0)
     for seconds in (1.0, SECONDS):
         num_tokens, started_s = 0, time.monotonic()

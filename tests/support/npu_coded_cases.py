@@ -131,7 +131,7 @@ def test_a_wide_layer_of_int8(dtype: torch.dtype, is_static: bool) -> None:
 
 
 def test_weights_beyond_the_operators_bounds_become_numbers() -> None:
-    assert linear_of(coded(64, 96, 4, 16, True, torch.bfloat16)) is None, "groups of 16"
+    assert linear_of(coded(64, 96, 4, 16, True, torch.bfloat16)) is None, "groups of 16 are too small"
     assert linear_of(coded(70_000, 32, 8, -1, False, torch.bfloat16)) is None, "too many outputs"
     floats = coded(64, 64, 8, -1, False, torch.bfloat16)
     as_fp8 = CodedWeight(floats.codes.to(torch.float8_e4m3fn), floats.scales, floats.zeros, None, torch.bfloat16)

@@ -35,7 +35,7 @@ MAX_LEN = 300 if IS_SIMULATED else 4000
 MOST = 8 if IS_SIMULATED else 64  # sequences
 DTYPE = "float32" if IS_SIMULATED else "bfloat16"  # on the host, 16-bit layers are not fused
 NUM_STEPS = 6 if IS_SIMULATED else 24
-# Relative, for a row of logits: both use the same operators, but products have other numbers of rows.
+# Relative to a row's standard deviation: graphs use the same operators, but their products have padding rows.
 TOLERANCE = 0.05
 
 

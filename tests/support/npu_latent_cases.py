@@ -58,7 +58,7 @@ def test_fused_layers_are_exact(
     calls: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Covers prompts in chunks, beside decoded tokens, graphs, and head counts that are no power of two."""
+    """Covers chunked prompts beside decoded tokens, graphs, and head counts that are no power of two."""
     monkeypatch.setattr("pd_cluster.model.graphs.step_graphs.MAX_START_S", 0.0)  # the limit for other devices
     folder = folder_of(tmp_path, architecture, **changes)
     core, runner = core_of(folder)
@@ -91,7 +91,7 @@ def test_other_models_run_as_modules(
 def test_steps_of_more_pieces_than_a_call_takes(
     tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real steps have them beyond 65,536 tokens, at 16 each."""
+    """Real steps have so many pieces beyond 65,536 tokens, at 16 tokens each."""
     folder = folder_of(tmp_path, "minicpm3", num_hidden_layers=2)
     core, _ = core_of(folder, enforce_eager=True, max_num_seqs=4)
     calls.clear()

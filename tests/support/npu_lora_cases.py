@@ -62,7 +62,7 @@ def test_steps_without_adapters_are_graphs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(graphs, "compute", lambda step, ids: steps.append(step.adapters is None) or compute(step, ids))
     digest = digest_of(adapter)
     run(core, [Request("r", RequestSpec([4, 5, 6], GREEDY, variant=digest))])
-    assert steps == [], "steps with an adapter run eagerly"
+    assert steps == [], "steps with an adapter must run eagerly"
     run(core, [Request("s", RequestSpec([4, 5, 6], GREEDY))])
     assert len(steps) >= GREEDY.max_tokens - 1
 

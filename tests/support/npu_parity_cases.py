@@ -121,7 +121,7 @@ def test_attention(steps: str, heads: str, features: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "dtype"),
-    [(32, 128, "float16"), (8, 64, "bfloat16")],  # the only other head size that the operator's documentation allows
+    [(32, 128, "float16"), (8, 64, "bfloat16")],  # the operator's documentation allows no other head sizes
 )
 def test_attention_of_another_kind(num_heads: int, head_dim: int, dtype: str) -> None:
     assert worst_error(MIXED, num_heads=num_heads, num_kv_heads=8, head_dim=head_dim, dtype=dtype) < 1
@@ -144,7 +144,7 @@ def test_sequences_share_their_prefix() -> None:
         sequences=[(1, 400)] * 24, num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=BLOCK_SIZE
     )
     content = content_of(case, 1, 400, torch.empty(0), torch.Generator().manual_seed(5))
-    tables = [[2, 0, 1, 3 + i] for i in range(24)]  # only the last block is not shared
+    tables = [[2, 0, 1, 3 + i] for i in range(24)]  # all blocks except the last are shared
     scoring = Scoring(128**-0.5, None, None, None)
     found = attended(case, [content] * 24, scoring, tables)
     assert worst_share(case, [content] * 24, scoring, found) < 1

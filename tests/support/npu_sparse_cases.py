@@ -53,8 +53,8 @@ def test_fused_layers_are_exact(
     calls: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in chunks, beside decoded tokens, and in graphs; some begin with all keys and go on with chosen ones."""
-    monkeypatch.setattr("pd_cluster.model.graphs.step_graphs.MAX_START_S", 0.0)  # that of other devices
+    """Covers chunked prompts beside decoded tokens, and graphs; some sequences first see all keys, then chosen ones."""
+    monkeypatch.setattr("pd_cluster.model.graphs.step_graphs.MAX_START_S", 0.0)  # the limit for other devices
     folder = folder_of(tmp_path, architecture, index_head_dim=128, **changes)
     core, runner = core_of(folder, enforce_eager=eager)
     assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (sparse)"
@@ -67,7 +67,7 @@ def test_fused_layers_are_exact(
 
 @slow
 def test_over_ranks(tmp_path: Path) -> None:
-    """Each rank chooses by the whole indexer, and attends with its heads."""
+    """Each rank runs the whole indexer, and attends with its own heads."""
     folder = folder_of(tmp_path, "glm_moe_dsa", index_head_dim=128)
     settings = {"num_blocks": 24, "max_model_len": 300, "max_num_batched_tokens": 96, "max_num_seqs": 8}
     with ranks(folder, 2, NPU, npu_tp_graphs=True, dtype="float32", **settings) as core:
@@ -77,9 +77,9 @@ def test_over_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 64}, "its indexer has 32 heads of 64 numbers, the operator takes up to 64 of 128; use cpu"),
+        ({"width": 64}, "its indexer has 32 heads of 64 numbers, but the operator takes up to 64 of 128; use cpu"),
         ({"index_heads": 72}, "its indexer has 72 heads of 128 numbers"),
-        ({"most": 4096}, "index_topk is 4096, the operator chooses at most 2048"),
+        ({"most": 4096}, "index_topk is 4096, but the operator chooses at most 2048"),
         ({"latent": 256}, "it has latents of widths other than 512 and 64"),
         ({"heads": 129}, "129 heads: latent attention on NPUs supports at most 128"),
     ],

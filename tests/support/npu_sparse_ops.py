@@ -1,4 +1,4 @@
-"""torch-npu's operators of sparse attention in plain torch, by CANN's descriptions of their limits."""
+"""torch-npu's operators of sparse attention in plain torch, with the limits that CANN documents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lightning_indexer(
     sparse_mode: int = 3,
     **others: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns positions by falling score; -1 where a token has fewer keys."""
+    """Returns positions by descending score; -1 after a token's last key."""
     assert not others
     assert (layout_query, layout_key, sparse_mode) == ("TND", "PA_BSND", 3)
     assert query.shape[1:] == (INDEX_HEADS, INDEX_WIDTH)

@@ -134,7 +134,7 @@ def test_codes_over_ranks_and_after_a_preemption(tmp_path: Path) -> None:
     ],
 )
 def test_int8_activations_over_ranks_are_those_of_one(form: str, architecture: str, tmp_path: Path) -> None:
-    """Also in graphs; attention's outputs are far larger on one rank than on the other."""
+    """Attention's outputs are far larger on one rank than on the other; decode steps run as graphs."""
     quantized, _ = make_quantized(tmp_path, form, architecture, least_group=32, change=with_outliers)
     prompts = [random_prompt(random.Random(6), length) for length in LENS[:3]]
     expected = generate(make_core(quantized, device="npu", **SETTINGS), prompts, GREEDY)

@@ -61,7 +61,7 @@ def members(size: int) -> list[DeviceUnitGroup]:
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (3, torch.float32)])
 def test_rows_are_exchanged_and_added_in_float32_in_the_order_of_members(size: int, dtype: torch.dtype) -> None:
-    """Covers all numbers of rows, also none; each result is rounded once."""
+    """Covers members with any number of rows, none included; each result is rounded once."""
     rng, made = random.Random(size), torch.Generator().manual_seed(size)
     steps = [[rng.choice((0, 1, 5, 64)) for _ in range(size)] for _ in range(10)] + [[0] * size, [3] * size]
     rows = [[torch.randn(num, 24, generator=made).to(dtype) for num in step] for step in steps]

@@ -64,7 +64,7 @@ def main(pid: int) -> None:
         outsider.look()
         if select.select([sys.stdin], [], [], BETWEEN_S)[0]:
             break
-    outsider.look()  # a last look, at everything that exists by then
+    outsider.look()  # once more, for stores that appeared since
     print(json.dumps({"ports": sorted(outsider.tried), "keys": sorted(outsider.keys)}), flush=True)
 
 

@@ -25,7 +25,7 @@ def gapped(rng: random.Random, length: int) -> RopePositions:
 
 
 def repeated(rng: random.Random, length: int) -> RopePositions:
-    """Returns positions as around pictures: some tokens share one, so there are fewer positions than tokens."""
+    """Returns positions as around pictures: some tokens share a position, so there are fewer positions than tokens."""
     row, at = [], 0
     for _ in range(length):
         row.append(at)

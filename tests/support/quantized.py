@@ -99,7 +99,7 @@ def gptq(bits: int, is_symmetric: bool = True, is_first: bool = True, has_order:
 
 
 def packed(bits: int, is_symmetric: bool = True) -> Write:
-    """compressed-tensors' pack-quantized."""
+    """Writes compressed-tensors' format pack-quantized."""
 
     def write(weight: torch.Tensor, group: int) -> Written:
         codes, scales, zeros = affine(weight, bits, group, is_symmetric)
@@ -122,7 +122,7 @@ def int8(weight: torch.Tensor, group: int) -> Written:
 
 
 def fp8_blocks(name: str = "weight_scale_inv") -> Write:
-    """Square blocks of `group` rows and columns; the last blocks are smaller."""
+    """Writes FP8 with a scale for each block of `group` rows and columns; the last blocks are smaller."""
 
     def write(weight: torch.Tensor, group: int) -> Written:
         rows, columns = (-(-size // group) for size in weight.shape)
@@ -233,14 +233,14 @@ W8A8 = Format(int8, _ct("int-quantized", 8, INT8_INPUTS))
 
 
 def int4_in_bytes(weight: torch.Tensor, group: int) -> Written:
-    """compressed-tensors' four-bit int-quantized: one code per byte."""
+    """Writes compressed-tensors' four-bit int-quantized: one code per byte."""
     parts, numbers = packed(4)(weight, group)
     codes = (numbers.reshape(len(weight), -1, group) / parts["weight_scale"].unsqueeze(-1)).round().flatten(1)
     return {"weight": codes.to(torch.int8), "weight_scale": parts["weight_scale"]}, numbers
 
 
 def with_outliers(folder: Path) -> Path:
-    """Makes the last part of attention's and MLPs' inner features much larger, which only the last rank holds."""
+    """Makes the last inner features of attention and MLPs much larger; only the last rank holds these."""
     tensors: Tensors = load_file(folder / FILE)
     for name, tensor in tensors.items():
         if OUTLYING.search(name):
@@ -303,7 +303,7 @@ def ascend_dynamic(weight: torch.Tensor, group: int) -> Written:
 
 
 def ascend_w8a16(weight: torch.Tensor, group: int) -> Written:
-    """int8 codes with an offset that is added."""
+    """Writes int8 codes, to which an offset is added."""
     scales = (weight.amax(-1, keepdim=True) - weight.amin(-1, keepdim=True)) / 255
     offset = (weight.amin(-1, keepdim=True) / scales).round() + 128
     codes = ((weight / scales).round() - offset).clamp(-128, 127)
@@ -311,7 +311,7 @@ def ascend_w8a16(weight: torch.Tensor, group: int) -> Written:
 
 
 def ascend_w4a16(packing: str) -> Write:
-    """Four-bit codes with an offset: one or two per byte, or eight per word."""
+    """Writes four-bit codes with an offset: one or two codes per byte, or eight per word."""
 
     def write(weight: torch.Tensor, group: int) -> Written:
         groups = weight.float().view(len(weight), -1, group)
@@ -330,7 +330,7 @@ def ascend_w4a16(packing: str) -> Write:
 
 
 def ascend_static(weight: torch.Tensor, group: int, dtype: torch.dtype = torch.float32) -> Written:
-    """One scale and zero point for all activations; the bias is in units of the product's scale."""
+    """Writes one scale and zero point for all activations; the bias is in units of the product's scale."""
     parts, numbers = int8(weight, group)
     step, zero = torch.tensor([0.04]), torch.tensor([3.0])
     scales = step * parts["weight_scale"][:, 0]

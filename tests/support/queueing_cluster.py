@@ -22,7 +22,7 @@ class Decoder:
         self.name, self._costs, self._seats = name, costs, seats
         self.waiting: list[tuple[float, int, Arrival]] = []
         self.free_s = 0.0  # when its last prompt is computed
-        self.held: list[tuple[float, float]] = []  # begin and end of each prompt
+        self.held: list[tuple[float, float]] = []  # begin and end of each prompt's computation
 
     def finish(self, num_samples: list[InstanceSample]) -> dict[int, tuple[float, float]]:
         """Returns the times of each request's first and last token."""

@@ -148,7 +148,7 @@ class Traffic:
                 assert request.num_behind > 0 or request.status is not Status.RUNNING
             if len(self.requests) == num_requests and not self.scheduler.requests:
                 return
-        raise AssertionError("somebody starves")
+        raise AssertionError("some request never ends")
 
     def submit(self, name: str, now_s: float) -> None:
         prompt = random_prompt(self.rng)

@@ -18,7 +18,7 @@ Content = tuple[object, ...]  # (salt, all tokens up to the block's end)
 @dataclass(eq=False)
 class Block:
     holders: int = 0
-    content: Content | None = None  # of a full, cached block; of a state kept after these tokens
+    content: Content | None = None  # a cached full block's tokens, or those before a kept state
     dropped_at: int = 0
 
 

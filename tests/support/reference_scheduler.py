@@ -123,7 +123,7 @@ class Reference:
         return 0, num_known, [[] for _ in self.groups]
 
     def landing(self, job: Job, group: ReferenceGroup) -> Table:
-        """Returns the blocks that need not land: those no longer seen, then cached ones."""
+        """Returns a table's first entries, which need not land: None for blocks no longer seen, then cached blocks."""
         found: Table = [None] * group.unseen(job.prompt)
         while self.caches and not group.is_state and len(found) < job.prompt // self.block_size:
             block = group.has(job.content((len(found) + 1) * self.block_size))
@@ -141,7 +141,7 @@ class Reference:
         return sum(1 for j in self.jobs.values() if j.status in ("running", "landing"))
 
     def kept(self) -> int:
-        """Returns the number of places reserved for requests that begin."""
+        """Returns the number of places reserved for first sequences of requests."""
         return max(1, self.max_seqs // 8)
 
     def most_further(self) -> int:
@@ -203,7 +203,7 @@ class Reference:
         return plan
 
     def able(self) -> list[Job]:
-        """Returns the waiting jobs that may get a place; not further sequences while their places are full."""
+        """Returns the waiting jobs that may get a place, without further sequences while all their places are taken."""
         is_full = self.further() >= self.most_further()
         return [j for j in self.of("waiting") if not (is_full and j.order[-1])]
 

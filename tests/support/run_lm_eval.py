@@ -1,9 +1,9 @@
 """Evaluates tasks with lm-evaluation-harness's API, in a separate program because the harness sets seeds and logging.
 
 `python -m tests.support.run_lm_eval TASKS ARGUMENTS CHAT BATCH_SIZE`: TASKS is the folder of the tasks' YAML files,
-and ARGUMENTS those of local-completions, as JSON. CHAT has the arguments that differ for
-local-chat-completions, which runs the text tasks one request at a time. Prints JSON: batch size, or "chat" -> task ->
-the record of each question.
+and ARGUMENTS has the arguments of local-completions, as JSON. CHAT has those that differ for local-chat-completions,
+which runs the text tasks one request at a time. Prints JSON: the batch size or "chat" -> task -> the record of each
+question.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def _with_special(tokenizer: RustTokenizer) -> RustTokenizer:
 
 
 def byte_level() -> RustTokenizer:
-    """GPT-2's kind, with tokens for bytes and words."""
+    """Makes GPT-2's kind, with tokens for bytes and words."""
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words = [level.pre_tokenize_str(text)[0][0] for text in (" ", "   ", *(" " + word for word in WORDS[:6]))]
     alphabet = [level.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)]
@@ -67,7 +67,7 @@ def _unigram(prepend_scheme: str) -> RustTokenizer:
 
 
 def unigram() -> RustTokenizer:
-    """T5's kind."""
+    """Makes T5's kind."""
     return _unigram("always")
 
 
@@ -76,7 +76,7 @@ def unigram_without_prefix() -> RustTokenizer:
 
 
 def word_piece() -> RustTokenizer:
-    """BERT's kind: a space before every token that does not begin with ##."""
+    """Makes BERT's kind: a space precedes every token that does not begin with ##."""
     names = [*SPECIAL, *WORDS, *("##" + word for word in WORDS), ".", ","]
     tokenizer = RustTokenizer(models.WordPiece(vocab=_vocab(names), unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
@@ -84,7 +84,7 @@ def word_piece() -> RustTokenizer:
 
 
 def word_ends() -> RustTokenizer:
-    """GPT-1's kind: </w> is a space, but not at the end of a text."""
+    """Makes GPT-1's kind: </w> is a space, but not at the end of a text."""
     tokenizer = RustTokenizer(
         models.BPE(vocab=_vocab([*SPECIAL, *WORDS, *(word + "</w>" for word in WORDS)]), merges=[])
     )
@@ -93,7 +93,7 @@ def word_ends() -> RustTokenizer:
 
 
 def words_alone() -> RustTokenizer:
-    """A tokenizer without a decoder, which puts a space between tokens."""
+    """Makes a tokenizer without a decoder, so that a space separates tokens."""
     tokenizer = RustTokenizer(models.WordLevel(vocab=_vocab([*SPECIAL, *WORDS]), unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return _with_special(tokenizer)

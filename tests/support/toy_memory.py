@@ -59,5 +59,5 @@ class ToyMemory:
             return
         for position in range(start, len(tokens)):
             block = table[position // self.block_size]
-            assert block != self.padding, f"{request.key} writes to a block that it has not got"
+            assert block != self.padding, f"{request.key} writes to a block that it does not hold"
             self.blocks[block] = tuple(tokens[: position + 1])

@@ -20,7 +20,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "mellum": {**MIXED_LAYERS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "granitemoe_swa": {**MIXED_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-# also the reason, which config.json does not show
+# Rejected when loaded: model_type -> differences from COMMON, and the error.
 FAILED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({}, "bloom: layer 0 does not call the registered attention"),
     "diffllama": ({}, r"diffllama: layers \[0, 0, 1, 1, 2, 2\] wrote to the KV pool, but each of 3 must do so"),

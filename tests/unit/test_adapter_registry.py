@@ -1,4 +1,4 @@
-"""Adapters at run time, by the tables of docs/protocol/membership.md: what workers are told to load, and which adapter
+"""Adapters at run time, by the tables of docs/protocol/membership.md: which ones workers must load, and which adapter
 a name means.
 """
 
@@ -68,7 +68,7 @@ class BookWorld(ElasticWorld):
         self.published.append(dict(names))
 
     def wanted(self) -> dict[str, set[str]]:
-        """Returns the adapters that each worker was last told to have."""
+        """Returns the adapters in the last WantedAdapters to each worker."""
         return {
             conn.removeprefix("to-"): {each.digest for each in body.adapters}
             for conn, body in self.mailbox.of(wire.WantedAdapters)
@@ -79,7 +79,7 @@ class BookWorld(ElasticWorld):
         self.membership.on_adapter_states(instance.conn, wire.AdapterStates(have, problems or {}))
 
     async def begin(self, name: str, folder: str, replaces: bool = False) -> asyncio.Task[None]:
-        """Starts a load; returns once both workers have been told to load the adapter."""
+        """Starts a load; returns once both workers have the request to load the adapter."""
         loading = asyncio.ensure_future(self.book.load(name, folder, replaces))
         async with asyncio.timeout(TIMEOUT_S):
             while not loading.done() and self.digests[folder] not in self.wanted().get("decode-0", set()):
@@ -94,7 +94,7 @@ class BookWorld(ElasticWorld):
         await asyncio.wait_for(loading, TIMEOUT_S)
 
     def wanted_at(self, now_s: float) -> set[str]:
-        """Returns the adapters that the decode instance is told to have at that time."""
+        """Returns the adapters that the decode instance must have at that time."""
         self.now_s = now_s
         self.book.tick()
         return self.wanted()["decode-0"]
@@ -250,7 +250,7 @@ class WorkerWorld:
 
 
 def test_a_worker_reports_what_it_has_and_drops_what_nobody_wants(tmp_path: Path) -> None:
-    """A worker loads an adapter once, however often it is told to, and keeps it if it is wanted again in time."""
+    """A worker loads an adapter once, however often it is asked to, and keeps it if it is wanted again in time."""
     keeper, folder = FakeKeeper(), write_adapter(tmp_path / "one", 1)
     world, digest = WorkerWorld(keeper), digest_of(folder)
     keeper.hold.clear()

@@ -226,7 +226,7 @@ def test_logprobs_of_a_chat(post: Post, script: Script) -> None:
     told = [c["choices"][0]["logprobs"] for c in chunks]
     assert [entry for each in told if each is not None for entry in each["content"]] == CHAT_CONTENT
     assert told[0] is None
-    assert [len(each["content"]) for each in told if each is not None] == [1, 2, 1], "logprobs apart from their text"
+    assert [len(each["content"]) for each in told if each is not None] == [1, 2, 1], "logprobs must go with their text"
 
 
 def test_logprobs_of_a_completion(post: Post, script: Script) -> None:

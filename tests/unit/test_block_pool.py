@@ -32,7 +32,7 @@ def test_taking_is_all_or_nothing_and_releasing_counts() -> None:
 
 
 def test_a_block_rests_after_its_release_or_comes_again_at_once() -> None:
-    """Without `rests`, a released block is reused at once, so a prefill instance on CPU reuses memory in its caches."""
+    """Without `rests`, a released block is reused at once, so prefill on a CPU writes to memory in its caches."""
     pool = BlockPool(3)
     (first,) = pool.take(1)
     pool.release([first])

@@ -204,7 +204,7 @@ def test_a_launch_without_them_says_the_way_out(tmp_path: Path, which: str, miss
     ("content", "mode", "said"),
     [
         (None, 0, "No such file"),
-        ("secret", 0o660, "others can; chmod 600"),
+        ("secret", 0o660, "can read it; chmod 600"),
         (f"secret {'0' * 64}\nsecret {'1' * 64}", 0o600, "secret: found '2 lines', expected exactly one"),
         ("\xfc", 0o600, "(file): found something else, expected letters, digits and signs"),
     ],
@@ -227,7 +227,7 @@ def test_a_bad_secret_file(tmp_path: Path, content: str | None, mode: int, said:
     [
         (None, 0, "No such file"),
         ("0123456789abcdef\n", 0o600, ""),
-        ("0123456789abcdef", 0o644, "others can; chmod 600"),
+        ("0123456789abcdef", 0o644, "can read it; chmod 600"),
         ("0123456789", 0o600, "at least 16 bytes"),
         ("0123456789 abcdef", 0o600, "without spaces"),
         ("0123456789abcdef\u00fc", 0o600, "letters, digits and signs"),

@@ -256,7 +256,7 @@ def test_the_report_says_what_is_to_be_known(tmp_path: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "200  2.00 (2.00-2.00)" in shown
     assert "goals: TTFT 1000 ms, TPOT 50 ms, end to end none" in shown
-    assert "note: round 2, split: constant work took 1.50 s; a slow moment" in shown
+    assert "note: round 2, split: constant work took 1.50 s; the machine was slow" in shown
     assert "compute threads of hybrid: OMP_WAIT_POLICY=passive" in shown
     write_json(spec, runs, Slo(1.0, 0.05), "command", str(tmp_path / "out.json"))
     written = json.loads((tmp_path / "out.json").read_text())
@@ -274,7 +274,7 @@ def test_the_report_says_what_is_to_be_known(tmp_path: Path, capsys: pytest.Capt
     [
         (
             'layout = "1H"\nsettings = { max_model_len = 64 }',
-            r"workload: its longest .* has 640 tokens, .* \(x\) 64;",
+            r"workload: its longest .* has 640 tokens, .* \(x\) has 64;",
         ),
         ('url = "http://127.0.0.1:1"', r"server\[2\].url: 'http://127.0.0.1:1': no server answers there: "),
         (f'vllm = "{sys.executable}"', r"server\[2\].vllm: '.*': this Python has no vLLM; give a Python"),

@@ -74,7 +74,7 @@ def landed(token_id: int = 5) -> Landed:
 
 
 def test_the_engine_learns_of_a_landing_before_its_peer_can_answer() -> None:
-    """Otherwise the engine would read `Confirmed` for a transfer that it believes to be still landing."""
+    """The engine must not read `Confirmed` for a transfer that it believes to be still landing."""
     end = opened_link(1)
     end.reports[0](landed())
     assert end.log == [landed(), "landing complete", ("c", wire.Confirm("t"))]

@@ -93,14 +93,14 @@ def test_neighbours_share_a_core_then_a_package_then_a_memory(tmp_path: Path) ->
     places = {core: (core // 2 % 2, core // 2 % 2, core % 2) for core in range(8)}
     folder = make_machine(tmp_path, places)
     assert in_order(range(8), folder) == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert in_order({7, 0, 5, 2}, folder) == [0, 5, 2, 7], "only cores that the process may use"
+    assert in_order({7, 0, 5, 2}, folder) == [0, 5, 2, 7], "it must omit cores that the process may not use"
 
 
 def test_memory_decides_before_packages(tmp_path: Path) -> None:
     """In a package with two memory nodes, only cores of the same node are neighbours."""
     places = {0: (1, 0, 0), 1: (0, 0, 1), 2: (1, 0, 2), 3: (0, 0, 3)}
     assert in_order(range(4), make_machine(tmp_path, places)) == [1, 3, 0, 2]
-    assert in_order({3, 1, 2}, tmp_path / "none") == [1, 2, 3], "a kernel without topology files"
+    assert in_order({3, 1, 2}, tmp_path / "none") == [1, 2, 3], "without topology files the order must stay"
 
 
 def test_homes_of_a_host_are_disjoint() -> None:
@@ -216,7 +216,7 @@ def test_a_program_on_the_same_core_is_noticed() -> None:
                 while time.monotonic() < end_s:
                     pass
                 home.end()
-                assert time.monotonic() < deadline_s, "never left"
+                assert time.monotonic() < deadline_s, "the home was never left"
         finally:
             other.kill()
 
@@ -258,14 +258,14 @@ def test_the_thread_of_a_team_that_waits_most_counts(at: Time) -> None:
         waited[threads[-1]] += 0.004
         home.end()
         steps += 1
-        assert steps < 1000, "never left"
+        assert steps < 1000, "the home was never left"
     assert steps >= 400
     assert len(asked) / steps <= 2.2 * MEASURED_AT_ONCE
 
 
 @needs_two_cores
 def test_a_home_is_used_only_while_it_may_be(at: Time) -> None:
-    """A home is used only while `may_bind` allows it; it does not if a rank of the host cannot be seen."""
+    """A home is used only while `may_bind` allows it, as it does if all ranks of the host can be seen."""
     home = home_with(at)
     home.may_bind = lambda: at.now_s >= 101
     assert [step(home, at, 0.5) for _ in range(3)] == [ALL, ALL, OWN]

@@ -105,7 +105,7 @@ async def test_nothing_is_read_without_a_session(tmp_path: Path) -> None:
 
 
 async def test_the_dashboard_answers_under_the_port_s_names_only(tmp_path: Path) -> None:
-    """Even with a session: a page whose name resolves to this address must not use the session's cookie."""
+    """Under another name, even a session's cookie is refused, because any page's name may resolve to this address."""
     async with client_of(tmp_path) as client:
         headers = await begin(client)
         cookie = client.cookies[COOKIE]

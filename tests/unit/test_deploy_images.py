@@ -124,7 +124,7 @@ def test_flags_start_an_instance_in_cann_s_environment(installed: Path, ascend: 
 
 
 def test_the_guide_s_rank_table_lines_work_in_the_image_s_layout(tmp_path: Path) -> None:
-    """Run from another folder with nothing installed; LLM_TOOLS_PATH is a link to scripts/."""
+    """The lines run in another folder with nothing installed; LLM_TOOLS_PATH is a link to scripts/."""
     link = re.search(r"ln -sfn /opt/pd-cluster/(\S+) \S*/(AscendCloud-LLM/llm_tools) ", dockerfile("npu"))
     assert link is not None
     assert link[2] == GUIDE_TOOLS

@@ -75,7 +75,7 @@ def test_a_machine_with_npus_does_not_fall_back(npus: list[int], monkeypatch: py
         bind("auto", ["0"], 0)
     monkeypatch.setattr(device, "_npu_problem", str)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4")
-    with pytest.raises(ConfigError, match=r"ASCEND_RT_VISIBLE_DEVICES=4: a container counts the cards .* from 0"):
+    with pytest.raises(ConfigError, match=r"ASCEND_RT_VISIBLE_DEVICES=4: a container numbers its mounted cards from 0"):
         bind("auto", ["4"], 0)
 
     def set_device(index: int) -> None:

@@ -180,7 +180,7 @@ class Never(Marker):
     def wait(self, timeout_s: float | None = None) -> bool:
         if self._error:
             raise RuntimeError(self._error)
-        assert timeout_s is not None, "a wait without a limit"
+        assert timeout_s is not None, "each wait must have a limit"
         return False
 
 

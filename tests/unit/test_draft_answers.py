@@ -107,7 +107,7 @@ def test_a_step_is_one_event_and_the_answer_is_the_same(tmp_path: Path, path: st
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("text", ["abcdefghij", "abcde"], ids=["within the answer", "in its last step"])
 def test_what_a_step_gave_behind_a_stop_string_is_dropped(tmp_path: Path, path: str, text: str) -> None:
-    """Tokens after a stop string are in no text, logprobs, usage or count; nor are two of the four predicted ones."""
+    """Tokens after a stop string are in no text, logprobs, usage or count; of three accepted predictions, two count."""
     server = Server(tmp_path, text, 4)
     server.report((4, DraftReport(3, 1)))
     asked = {"stop": "bc", "prediction": PREDICTION}

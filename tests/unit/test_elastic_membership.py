@@ -66,7 +66,7 @@ def test_a_draining_instance_gets_no_requests_and_keeps_its_links(world: Elastic
     idle(decode)
     world.elastic.tick()
     assert (decode.shown_state, decode.is_ready) == ("drained", True)
-    assert not world.mailbox.of(wire.Peers), "links stay"
+    assert not world.mailbox.of(wire.Peers), "links must stay"
     world.elastic.undrain("decode-0")
     assert decode.shown_state == "ready"
     assert len(pairs(world)) == 4

@@ -58,8 +58,8 @@ def changed(world: ElasticWorld, change: Callable[[list[Server]], list[Server]])
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda servers: servers[1:], "table.json makes prefill-1 prefill-0"),
-        (lambda servers: servers[::-1], "table.json makes prefill-0 prefill-1"),
+        (lambda servers: servers[1:], "table.json renames prefill-1 to prefill-0"),
+        (lambda servers: servers[::-1], "table.json renames prefill-0 to prefill-1"),
         (lambda servers: [servers[0], replace(servers[1], server_ip="127.0.0.2")], "has other devices for prefill-1"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_failure_of_any_kind_lets_the_leg_begin(prefill: Prefill) -> None:
         assert prefill.begun[-1] == f"r{at}"
         assert not prefill.tower.landed
         prefill.handle(FeaturesRead(ask.item, FEATURES))
-        assert not prefill.tower.landed, "late"
+        assert not prefill.tower.landed, "late features must be dropped"
         assert prefill.encoders.counted(wire.Load(), {}).num_encoder_fallbacks == at + 1
     assert len(prefill.post.take(wire.EncodeAbort)) == 1, "expected the late request"
     assert prefill.submit("down", order_of(A), "encode-0"), "the encoder's link is down"

@@ -224,5 +224,5 @@ def test_terms_name_what_differs() -> None:
     assert "another model (model)" in problem(model_identity="other")
     assert "--dtype bfloat16" in problem(numerics=Numerics(dtype="bfloat16"))
     assert "--device cpu" in problem(numerics=Numerics(device="cuda"))
-    assert "(the encoder's is auto)" in problem(transports=["nixl"])
-    assert "the encoder's is nixl" in replace(TERMS, kv_transport="nixl").problem(OPENING)
+    assert "(the encoder has auto)" in problem(transports=["nixl"])
+    assert "the encoder has nixl" in replace(TERMS, kv_transport="nixl").problem(OPENING)

@@ -82,11 +82,11 @@ def test_the_queue_is_full_for_the_client_that_fills_it() -> None:
     turns: FairSlots[int] = FairSlots(1, most_waiting=8)
     for at in range(8):
         turns.join("a", at)
-    with pytest.raises(NoCapacity, match="8 are waiting already, 8 of them yours; try again"):
+    with pytest.raises(NoCapacity, match="8 jobs are waiting already, 8 of them yours; try again"):
         turns.join("a", 8)
     for at in range(4):
         turns.join("b", at)
-    with pytest.raises(NoCapacity, match="12 are waiting already, 4 of them yours"):
+    with pytest.raises(NoCapacity, match="12 jobs are waiting already, 4 of them yours"):
         turns.join("b", 4)
     turns.join("c", 0)
     turns.leave("a", 3)
@@ -193,7 +193,7 @@ async def given_up(tasks: list[asyncio.Task[str]]) -> None:
 
 
 async def test_slow_jobs_of_a_client_delay_no_job_of_another(module: str, tmp_path: Path) -> None:
-    """Despite a client's hundred endless jobs, other clients' quick jobs finish and their slow jobs get a place."""
+    """Despite a client's sixty endless jobs, other clients' quick jobs finish and their slow jobs get a place."""
     async with running(module) as jobs:
         hogs = asking(jobs, "a", *[f"slow {tmp_path}/never"] * 60)
         await until(lambda: len(jobs.slow) >= MAX_SLOW // 2 and jobs.slow_turns.num_waiting, 0.01)

@@ -344,7 +344,7 @@ def test_an_unknown_flag_names_the_nearest(argument: str, nearest: str) -> None:
 
 
 def test_words_for_sharing_experts_are_answered_by_how_to_say_it_here() -> None:
-    """SGLang's flags are answered by `ANSWERS`; vLLM's only where they would do the same as here."""
+    """Flags of SGLang and vLLM are refused with advice; those that ask for what is done here only warn."""
     for flag, words in (
         ("--enable-dp-attention", "--data-parallel-size to each of as many instances"),
         ("--dp-size=8", "--data-parallel-size to each"),

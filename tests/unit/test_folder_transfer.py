@@ -1,4 +1,4 @@
-"""Files of a folder over a real channel: whole, or refused; no end waits for one that is gone."""
+"""Files of a folder arrive whole over a real channel, or are refused; no end waits for one that is gone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def received(folder: Path, send: Send, most_nbytes: int = MOST_NBYTES) -> int:
-    """Receives what `send` sends; returns its bytes."""
+    """Receives what `send` sends; returns its number of bytes."""
     keys = KeyPair.of(b"")
     receiver = PayloadReceiver(HOST, keys.public)
     try:
@@ -52,7 +52,7 @@ def in_background(find: Callable[[], FolderFiles], threads: list[threading.Threa
 
 
 def test_files_arrive_whole(tmp_path: Path) -> None:
-    """Empty, small, exactly one piece, and several."""
+    """Covers empty and small files, and files of one and of several pieces."""
     (tmp_path / "from").mkdir()
     (tmp_path / "to").mkdir()
     sizes = {"empty.json": 0, "config.json": 5, "one.safetensors": 4 << 20, "model-2.safetensors": (9 << 20) + 1}

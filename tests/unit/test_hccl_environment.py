@@ -97,7 +97,7 @@ def test_addresses_of_the_other_family() -> None:
     six = server("2001:db8::20", "2001:db8::21", server_ip="2001:db8::1")
     assert handed_over(six) == {**OURS, "HCCL_IF_IP": "2001:db8::1", "HCCL_SOCKET_FAMILY": "AF_INET6"}
     assert "HCCL_SOCKET_FAMILY" not in handed_over(six, HCCL_SOCKET_IFNAME="eth0")
-    assert found(server("2001:db8::20", "192.0.2.21"))["HCCL_SOCKET_FAMILY"].value is None, "both families"
+    assert found(server("2001:db8::20", "192.0.2.21"))["HCCL_SOCKET_FAMILY"].value is None, "both families occur"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_hccls_deadlines_are_a_net_under_ours(changed: dict[str, float], connect
 
 def test_a_port_range_is_honoured_where_ports_are_left() -> None:
     assert handed_over(ports=PortRange(7000, 7002))["HCCL_HOST_SOCKET_PORT_RANGE"] == "7000-7002"
-    assert handed_over(ports=PortRange(7000, 7001))["HCCL_HOST_SOCKET_PORT_RANGE"] == "auto", "each rank needs one"
+    assert handed_over(ports=PortRange(7000, 7001))["HCCL_HOST_SOCKET_PORT_RANGE"] == "auto", "each rank needs a port"
 
 
 def test_hccls_own_table_is_taken_away() -> None:

@@ -226,7 +226,7 @@ def test_published_folders(tmp_path: Path, name: str) -> None:
         ("llava", {}, {"do_center_crop": False}, "do_center_crop false: pictures of several sizes"),
         ("llava", {}, {"crop_size": 224}, "crop_size 224: config.json has image_size 336"),
         ("llava", {"text_config": {"vocab_size": 9}}, {}, "image_token_id 32000: beyond vocab_size 9"),
-        ("internvl", {"downsample_ratio": 0.25}, {}, "downsample_ratio 0.25: only 0.5"),
+        ("internvl", {"downsample_ratio": 0.25}, {}, "downsample_ratio 0.25: must be 0.5"),
         ("internvl", {"vision_config": {"image_size": [1, 2]}}, {}, r"image_size \[1, 2\]: must be one number"),
         ("gemma3", {}, {"do_pan_and_scan": True}, "do_pan_and_scan true: only whole pictures are supported"),
         ("mistral3", {}, {"size": {"longest_edge": 0}}, "size.longest_edge 0: must be a whole number"),

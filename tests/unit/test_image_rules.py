@@ -39,7 +39,7 @@ def test_sizes_are_those_of_transformers(rules: GridRules) -> None:
         try:
             expected = smart_resize(height, width, rules.side, rules.min_pixels, rules.max_pixels)
         except ValueError:
-            with pytest.raises(RequestError, match="one side is more than 200 times the other; cut it"):
+            with pytest.raises(RequestError, match="one side is more than 200 times the other; crop it"):
                 rules.resized(height, width)
             continue
         if min(expected):

@@ -172,7 +172,7 @@ def test_the_number_of_registrations_is_bounded(monkeypatch: pytest.MonkeyPatch)
     registry = Registry()
     assert [registry.join(f"c{name}", f"{name}@1", port=8000 + ord(name)) for name in "ab"] == ["", ""]
     assert registry.join("cc", "c@1", port=8003).startswith("2 workers are registered")
-    assert registry.join("c4", "b@1", port=8000 + ord("b")) == "", "the worker is registered already"
+    assert registry.join("c4", "b@1", port=8000 + ord("b")) == "", "a registered worker may register again"
     registry.registrar.on_closed("ca")
     assert registry.names() == [*TABLE, "b"]
     assert registry.join("cc", "c@1", port=8003) == ""
@@ -263,7 +263,7 @@ async def test_an_operator_removes_it_and_it_may_register_again(registry: Regist
 
 
 async def test_the_table_decides_about_its_own_entries_only(registry: Registry) -> None:
-    assert registry.join(host="127.0.0.1", device_ids=["10"]) == "", "the devices of prefill-0"
+    assert registry.join(host="127.0.0.1", device_ids=["10"]) == "", "it may name prefill-0's devices"
     assert await registry.world.elastic.reload() == "joining: none; leaving: none"
     registry.world.place = replace(registry.world.place, table=ElasticWorld(1, 0).place.table)
     assert await registry.world.elastic.reload() == "joining: none; leaving: decode-0"

@@ -231,7 +231,7 @@ def test_a_link_to_a_file_stays_and_its_file_changes(file: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "name", "more", "said"),
     [
-        ("remove", "keys.json", "second", "has no key 'second'; there is first"),
+        ("remove", "keys.json", "second", "has no key 'second'; keys in it: first"),
         ("list", "none", "", "no such file"),
         ("new", "no/keys.json", "--tenant=a", "make its folder first"),
     ],

@@ -89,7 +89,7 @@ async def test_what_a_finished_request_did_not_use_goes_back(make: Make, stream:
     assert port.counted("finished") == {"team": 1}
     assert (port.counted("prompt_tokens"), port.counted("generation_tokens")) == ({"team": 3}, {"team": 6})
     stats = port.world.router.stats.snapshot().counters
-    assert (stats["prompt_tokens"], stats["generation_tokens"]) == (3, 6), "the sum of all requests' usage"
+    assert (stats["prompt_tokens"], stats["generation_tokens"]) == (3, 6), "expected the sum of all requests' usage"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -162,7 +162,7 @@ async def test_prompts_of_a_list_are_let_in_together_or_not_at_all(make: Make) -
     answer = await port.ask("k", "POST", "/v1/completions", **{**COMPLETION, "prompt": [PROMPT] * 2})
     assert (answer.status, answer.headers["retry-after"]) == (429, "5")
     assert "60 tokens a minute, and 21 left; prompts and max_tokens" in answer.json()["error"]["message"]
-    assert len(port.world.mailbox.of(wire.Submit)) == 6, "nothing was sent to an instance"
+    assert len(port.world.mailbox.of(wire.Submit)) == 6, "no instance may get it"
     for request_id in dict.fromkeys(body.request_id for _, body in port.world.mailbox.of(wire.Submit)):
         port.answer(request_id, 1)
     assert (await asking).status == 200
@@ -233,4 +233,4 @@ async def test_a_beam_search_is_charged_for_all_its_beams(make: Make) -> None:
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert port.left("k") == (0, 77 - 43), "its progress is unknown"
+    assert port.left("k") == (0, 77 - 43), "with unknown progress all tokens must count"

@@ -113,10 +113,10 @@ def test_a_lease_that_was_deleted_is_made_again_and_a_late_write_to_it_is_refuse
     one, other = api.holding(), api.client()
     assert other.read() == record(1)
     api.leases.remove("pd", "schedulers")
-    assert not one.write(record(2)), "404"
+    assert not one.write(record(2)), "a deleted object must not be written"
     assert one.read() == LeaseRecord()
     assert one.write(record(1, term=7))
-    assert not other.write(record(2, "scheduler-1@2", 2)), "an earlier object with the same name"
+    assert not other.write(record(2, "scheduler-1@2", 2)), "it has read an earlier object"
     assert other.read().term == 7
 
 
@@ -126,7 +126,7 @@ def test_what_others_wrote_into_the_object_stays(api: Api) -> None:
     changed["metadata"]["labels"] = {"team": "x"}
     api.leases.put("pd", "schedulers", changed)
     api.annotate("note", "y")
-    assert not one.write(record(2)), "the object has changed"
+    assert not one.write(record(2)), "the object has changed meanwhile"
     assert one.read() == record(1)
     assert one.write(record(2))
     metadata = api.lease()["metadata"]
@@ -200,7 +200,7 @@ def test_what_the_api_server_refuses_is_told_in_one_line(api: Api) -> None:
     api.leases.rights["renewed"] = set(ALL)
     assert one.read() == LeaseRecord()
     api.leases.rights["renewed"] = {"get"}
-    with pytest.raises(LeaseUnavailable, match="may not get, create and update leases"):
+    with pytest.raises(LeaseUnavailable, match="cannot get, create and update leases"):
         one.write(record(1))
 
 
@@ -302,7 +302,7 @@ def test_the_record_has_a_bound_that_the_annotation_keeps(api: Api) -> None:
     assert one.write(most)
     assert one.read() == most
     larger = msgspec.structs.replace(most, version=2, members=[*most.members, MEMBER, MEMBER])
-    with pytest.raises(LeaseUnavailable, match=f"a Lease holds {MAX_RECORD_NBYTES}"):
+    with pytest.raises(LeaseUnavailable, match=f"a Lease can have {MAX_RECORD_NBYTES}"):
         one.write(larger)
 
 

@@ -83,7 +83,7 @@ def test_a_class_that_no_engine_can_import_is_refused() -> None:
 
 
 def test_there_are_no_drafts_beside_them() -> None:
-    with pytest.raises(ConfigError, match="ngram: there are no drafts beside"):
+    with pytest.raises(ConfigError, match="ngram: there are no drafts with"):
         EngineConfig(model="m", logits_processors=("a:B",), speculation=Speculation(methods=("ngram",)))
 
 

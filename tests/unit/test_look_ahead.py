@@ -40,7 +40,7 @@ def core_that_goes_ahead(max_num_seqs: int = 4) -> EngineCore:
 
 
 def run(core: EngineCore, params: Sampling) -> None:
-    """Runs random prompts together; asserts that each output equals that of the request alone."""
+    """Runs a request; asserts that its tokens and, without beams, its logprobs equal those without an engine."""
     request = Request("r", RequestSpec([1, 2, 4], params))
     core.scheduler.add(request)
     tokens = [token for _ in range(30) for _, token in core.step().sampled]
@@ -78,7 +78,7 @@ def waiting_at_early_launches(core: EngineCore) -> list[int]:
             seen.append(len(core.scheduler.waiting))
         if not core.scheduler.requests:
             return seen
-    raise AssertionError("somebody starves")
+    raise AssertionError("a request never ends")
 
 
 def test_steps_go_ahead_while_places_or_blocks_are_taken() -> None:
@@ -139,7 +139,7 @@ def chunks_by_step(core: EngineCore) -> list[list[tuple[str, int]]]:
         steps.append(sorted((request.key, num_tokens) for request, num_tokens in core.step().plan.chunks))
         if not core.scheduler.requests:
             return steps
-    raise AssertionError("somebody starves")
+    raise AssertionError("a request never ends")
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -156,7 +156,7 @@ def test_configs_that_are_refused(tmp_path: Path, config: dict[str, Any], why: s
         ({**PLAIN, "base_model.model.model.embed_tokens.lora_embedding_A": ("F32", [4, 9])}, "embedding_B: missing"),
         ({**PLAIN, "../../x.lora_A.weight": ("F32", [4, 8])}, "not a matrix of a LoRA"),
         ({**PLAIN, A.removeprefix("base_model.model."): ("F32", [4, 8])}, "twice"),
-        ({A: ("F32", [4, 8]), B: ("F32", [6, 3])}, "do not have one rank"),
+        ({A: ("F32", [4, 8]), B: ("F32", [6, 3])}, "have different ranks"),
         ({A: ("I64", [4, 8]), B: ("F32", [6, 4])}, "dtype 'I64'"),
         ({A: ("F32", [4, 8, 1]), B: ("F32", [6, 4])}, "expected a matrix"),
         ({A: ("F32", [64, 8]), B: ("F32", [6, 64])}, "rank 64 is above --max-lora-rank 16"),

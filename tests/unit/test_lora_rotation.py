@@ -37,7 +37,7 @@ def test_the_one_that_waited_longest_is_next() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_the_bound_holds_whatever_arrives(most: int) -> None:
-    """With random adapters, each takes part within `bound` steps after it arrived or last took part."""
+    """With random arrivals, an adapter waits at most (number of wanted adapters) / `most` steps, rounded up."""
     rng = random.Random(most)
     rotation, wanted = LoraRotation(most), [f"{at}" for at in range(9)]
     last: dict[str, tuple[int, int]] = {}  # adapter -> (step after which it waits, number of wanted adapters then)

@@ -125,7 +125,7 @@ def test_another_secret_gets_no_connection(box: Callable[..., Box]) -> None:
 
 
 def test_the_clusters_secret_is_not_enough_to_connect(box: Callable[..., Box]) -> None:
-    """Nor does the worker's public key help, because ZAP checks the client's key."""
+    """The secret and the worker's public key do not suffice, because ZAP checks the client's key."""
     server, client = box("decode-0", 7, listen=True), box("scheduler", 8, key=OTHER_KEY)
     conn = client.connect_to(server)
     assert client.wait("closed")[1:] == (conn, NOT_ADMITTED)

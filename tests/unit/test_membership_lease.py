@@ -162,7 +162,7 @@ def test_the_folder_keeps_few_versions_and_no_other_files(tmp_path: Path) -> Non
     for version in range(1, 12):
         assert store.write(LeaseRecord(version=version, term=1, holder="a@1", members=[MEMBER]))
         assert not store.write(LeaseRecord(version=version, term=2, holder="b@2"))
-    assert not store.write(LeaseRecord(version=2, term=9, holder="b@2")), "a write by a paused process"
+    assert not store.write(LeaseRecord(version=2, term=9, holder="b@2")), "a late write must be refused"
     assert store.read() == LeaseRecord(version=11, term=1, holder="a@1", members=[MEMBER])
     names = sorted(os.listdir(store.path))
     assert names == [f"{version:020d}" for version in range(11 - NUM_KEPT + 1, 12)]

@@ -77,7 +77,7 @@ def test_the_pools_of_the_measured_step_do_not_count(measured: Callable[..., int
 def test_graphs_take_the_largest_one_s_memory_and_their_logits(
     measured: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counts the largest graph step, with one token per sequence, and its logits, but not memory held before."""
+    """Counts the largest graph step, with a token or more per sequence, and its logits, but not memory held before."""
     monkeypatch.setattr(memory_profile, "reserved_nbytes", lambda device: (1 << 30) - 5000)
     batches: list[ForwardBatch] = []
 
@@ -99,12 +99,12 @@ def test_what_does_not_fit_names_its_flags(measured: Callable[..., int], monkeyp
 
     with pytest.raises(ConfigError, match=r"graphs of 6 sequences do not fit cuda:0; .*--graph-sizes.*--enforce-eager"):
         memory_profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"))
-    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 12: .* does not fit cuda:0 .*give fewer"):
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 12: .* does not fit cuda:0 .*lower it"):
         measured(model)
 
 
 def test_the_workspace_of_decode_is_that_of_its_largest_plan() -> None:
-    """Equals what a graph's plan needs; other attention backends have none here."""
+    """Its size is what a graph's plan needs; for other attention backends it is 0."""
 
     class Model:
         attention = "Triton"
@@ -122,7 +122,7 @@ def test_the_workspace_of_decode_is_that_of_its_largest_plan() -> None:
 
 
 def test_lists_of_chosen_keys_are_counted_if_a_context_can_be_long_enough() -> None:
-    """With the scores from which they are chosen, for steps and for graphs."""
+    """They are counted for steps and graphs, with the scores of the choice."""
     layout = replace(LAYOUT, planes=(Plane("latent", 16), Plane("rope", 8), Plane("index", 16)))
     model = cast(CausalLM, SimpleNamespace(config=SimpleNamespace(index_topk=2048)))
     found = memory_profile.lists_nbytes(model, layout, 8192, 256, 2049)

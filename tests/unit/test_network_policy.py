@@ -52,7 +52,7 @@ def test_one_host_and_other_transports_are_untouched(
 def test_a_worker_on_a_cpu_says_so_when_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without the warning, a cluster would start although all its links are refused."""
+    """Without this error, a cluster would start although all its links are refused."""
     for address, role in (("10.0.0.1", "prefill"), ("10.0.0.2", "decode")):
         own = ["--api-server"] if role == "prefill" else []
         given = [f"--{role}-server-list", "0", *own, "--server-ip", address, "--device", "cpu"]

@@ -219,7 +219,7 @@ def test_a_revocation_that_could_not_be_read_at_first_is_read_later(
             pair.own.read_again()
         assert pair.own.problem("a", keys) == ""
         (line,) = [each.getMessage() for each in caplog.records]
-        assert line == f"nothing has changed: {pair.file}: cannot be read: Too many open files"
+        assert line == f"the last valid content applies: {pair.file}: cannot be read: Too many open files"
         monkeypatch.setattr(os, "open", opened)
         pair.key_file.write_text("node a\n")  # a fault of this file must not delay revocations
         pair.own.read_again()

@@ -60,7 +60,7 @@ def test_values_of_another_kind_are_refused(value: Any) -> None:
 
 
 def test_longrope_of_one_kind_of_layers_is_refused() -> None:
-    """It is refused, because a step's longest request would change the frequencies of all."""
+    """Such a config is refused, because a step's longest request would change the frequencies of all."""
     with pytest.raises(ModelError, match=r"rope_parameters\.full_attention: longrope for only one kind"):
         RopeScaling.of({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}})
 

@@ -96,7 +96,7 @@ def test_a_drain_is_waited_for(answers: Answers, token_file: Path) -> None:
 
 def test_one_line_says_that_it_is_done(answers: Answers) -> None:
     commands: list[tuple[str, dict[str, Any] | None, str]] = [
-        ("remove decode-0", None, "decode-0 has left; its process may be ended"),
+        ("remove decode-0", None, "decode-0 has left; you can end its process now"),
         ("role decode-0 prefill", entry(role="prefill"), "decode-0 is prefill"),
         ("add decode-0 --port=8090", entry(), "decode-0 is here"),
         ("drain decode-0 --undo", entry(), "decode-0 is in service"),
@@ -158,7 +158,7 @@ def test_refusals_are_passed_on(answers: Answers) -> None:
 
 
 def test_where_the_token_comes_from(token_file: Path, tmp_path: Path) -> None:
-    """From the named file, or the file next to the table; with only a table, from what --derive-secret gives."""
+    """It comes from the named file, or the file next to the table; if keys are derived, --derive-secret's applies."""
     assert Admin("u").token() == ""
     folder = tmp_path / "tables"
     made = generate(prefill=[[0]], decode=[[1]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")

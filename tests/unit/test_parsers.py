@@ -289,7 +289,7 @@ def test_calls_come_after_reasoning_and_not_within(parser: str, text: str, parts
 
 @pytest.mark.parametrize(("parser", "text", "parts"), CASES)
 def test_a_call_ends_reasoning_that_is_never_closed(parser: str, text: str, parts: list[Part]) -> None:
-    """Also if the reasoning mentions a call's marker earlier, in any split; without a call, all text is reasoning."""
+    """The call counts even if the reasoning mentioned its marker, in any split; without one, all text is reasoning."""
     begins = begins_of(FORMATS[parser]) if parser else ()
     thought = f"I could {'' if parser == 'mistral' else ''.join(begins)} it.\n\n"  # Mistral's marker is never text
     form, whole = ReplyFormat(parser, "qwen3"), f"<think>\n{thought}{text}"

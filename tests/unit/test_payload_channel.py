@@ -163,7 +163,7 @@ def test_an_address_that_makes_no_sense_is_refused(value: bytes) -> None:
 
 
 def test_gloo_cannot_come_under_the_encrypted_pairs_name() -> None:
-    """Otherwise a prefill instance could make a decode instance accept unencrypted payloads from another host."""
+    """A prefill instance cannot make a decode instance accept unencrypted payloads from another host."""
     offer = GroupOffer("g", "gloo").offer("curve")
     assert "sends with 'gloo' over curve" in BY_NAME["curve"].why_not(CPU, offer)
 

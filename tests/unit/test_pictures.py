@@ -248,7 +248,7 @@ async def test_too_many_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "takes too long"])
 async def test_a_decoder_that_fails_takes_no_other_picture_with_it(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    """A decoder that takes too long is killed; the next picture gets a new one."""
+    """If a decoder ends or takes too long, the next picture gets a new one."""
     async with intake_of(cache_gb=0.0) as intake:
         exchange, url = job_child.JobChild.exchange, data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
@@ -303,7 +303,7 @@ async def test_what_was_read_is_kept_for_its_tenant() -> None:
 
 
 async def test_a_request_says_how_its_pictures_are_read_and_a_sender_names_them() -> None:
-    """A request's size settings are part of the content, so pictures kept for one setting never serve another."""
+    """Pictures kept for one size setting never serve another; a uuid names the last picture that its tenant sent."""
     async with intake_of() as intake:
         url = data_url(picture(1))
 
@@ -351,7 +351,7 @@ async def test_options_that_cannot_be_had() -> None:
             ({"min_pixels": 10**400}, "at most 2147483648"),
             ({"fps": 0}, "fps 0: "),
             ({"num_frames": 769}, "num_frames 769: "),
-            ({"fps": 1, "video_fps": 2}, "video_fps 2: another name of it says 1"),
+            ({"fps": 1, "video_fps": 2}, "video_fps 2: 1 is given by another name"),
             ({"size": {"height": 3}}, "shortest_edge and longest_edge"),
             ({"max_pixels": 300, "size": {"longest_edge": 301}}, "size.longest_edge 301: max_pixels says 300"),
         ]

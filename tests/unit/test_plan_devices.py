@@ -69,7 +69,7 @@ def test_a_decode_step_of_llama_70b_is_bound_by_its_bytes() -> None:
 
 
 def test_a_full_chunk_takes_the_time_of_its_operations_or_of_its_bytes() -> None:
-    """The longer of both, plus sums over ranks: 160 times 2 x 3/4 x 8192 numbers per token."""
+    """It takes the longer of both, and sums over ranks: 160 times 2 x 3/4 x 8192 numbers per token."""
     for chunk, is_bound_by_flops in ((2048, True), (64, False)):
         step = step_cost(LLAMA_70B, H100, replace(FOUR, max_num_batched_tokens=chunk))
         flops_s = chunk * 2 * (NUM_WEIGHTS - NUM_TABLE) / 4 / (989e12 * 0.65)
@@ -132,7 +132,7 @@ def test_measured_costs_are_of_one_number_of_ranks() -> None:
     )
     small = MeasuredSource(Costs(model="m", device="cpu", source="x", step=StepCost(0.01), num_blocks=100), "f", LOAD)
     found = small.costs(LayoutCandidate(SimulatedLayout(num_hybrid=1)))
-    assert found == Infeasible("f: num_blocks have room for 1600 tokens, and the longest request has 3200")
+    assert found == Infeasible("f: its num_blocks hold 1600 tokens, and the longest request has 3200")
 
 
 def lines_of(kind: DeviceKind, per_host: int, tp_size: int = 1, **numbers: int) -> StartCommands:

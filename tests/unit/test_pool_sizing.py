@@ -54,7 +54,7 @@ def test_the_first_flag_of_three_that_is_given_decides(monkeypatch: pytest.Monke
 
 
 def test_pools_that_do_not_fit_a_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pool is checked against free memory, all ranks' pools against the limit; others may still load weights."""
+    """A pool is checked against free memory, all ranks' pools against the limit: others may still load weights."""
     for settings in ({"kv_cache_memory_gib": 9.0}, {"kv_cache_memory_gib": 5.0, "num_local_ranks": 4}):
         with pytest.raises(ConfigError, match=r"GiB.*8\.00 GiB of the 16\.00 GiB of this host\. Ask for less"):
             num_blocks(monkeypatch, **settings)

@@ -61,7 +61,7 @@ def pull(num_tokens: int = 40, salt: str = "") -> Request:
 
 @pytest.mark.parametrize("rules", [(), (STATE,), (Rule("window", 6),)], ids=["all", "state", "window"])
 def test_a_beginning_is_lent_landed_and_found(rules: tuple[Rule, ...]) -> None:
-    """After a pull neither end holds blocks or used a place in a step, and other salts find nothing."""
+    """After a pull, neither end holds blocks or has used a place in a step, and other salts find nothing."""
     lender, puller = engine(*rules), engine(*rules)
     compute(lender)
     lent, landing = pull(), pull()

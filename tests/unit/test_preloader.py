@@ -101,7 +101,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_rank_has_its_own_files_one_thread_and_no_other(preloader: Preloader, tmp_path: Path) -> None:
-    """Also beside another rank, whose files it could have inherited."""
+    """It runs beside another rank, whose files it could have inherited."""
     with (tmp_path / "file").open("w") as file, Rank(preloader) as other, Rank(preloader, file.fileno()) as rank:
         pid = rank.fork.pid
         numbers = {int(each.name): os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
@@ -173,7 +173,7 @@ def test_nothing_outlives_a_killed_starter() -> None:
 
 
 def test_another_environment_is_refused_by_name(preloader: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, a rank must be in the network namespace of its worker."""
+    """Differing variables and, for example, a differing network namespace are named."""
     with pytest.raises(NotForked, match="the preloader's environments differ in MALLOC_ARENA_MAX, OMP_NUM_THREADS"):
         Rank(preloader, MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="17")
     with Rank(preloader, PD_CLUSTER_ANYTHING="1", NODE_PORTS="1,2"):
@@ -222,7 +222,7 @@ def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> No
 def test_ranks_go_on_when_it_is_stopped_or_killed_and_others_must_be_spawned(
     own: Preloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the preloader stopped or killed, running ranks lose only their exit codes; requests to it end it."""
+    """With the preloader stopped or killed, running ranks lose only their exit codes; new ranks are refused."""
     monkeypatch.setattr(preloading, "CODE_TIMEOUT_S", 0.05)
     ours, theirs = socket.socketpair()
     with Rank(own) as rank, Rank(own) as other, ours, theirs:
@@ -245,7 +245,7 @@ def test_ranks_go_on_when_it_is_stopped_or_killed_and_others_must_be_spawned(
 
 
 def nothing_of_whoever_asks_waits_in(own: Preloader) -> None:
-    """Asserts that no file sent to it stays queued, which would hide its end; fails at once if the socket is full."""
+    """Asserts that no file sent to it stays queued, as it would stay open, and that a full socket refuses at once."""
     reader, writer = os.pipe()
     forks: list[Fork] = []
 

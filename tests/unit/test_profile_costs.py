@@ -141,7 +141,7 @@ def test_served_prompts_correct_what_engines_alone_measured() -> None:
         return [timeline((0, work.num_prompt_tokens, slower * served.seconds(work))) for work in works]
 
     found = with_served(costs, served_steps(steps(1.0)), served_steps(steps(1.7)))
-    assert astuple(found.step) == pytest.approx(astuple(served), rel=1e-3), "decode steps stay as they were"
+    assert astuple(found.step) == pytest.approx(astuple(served), rel=1e-3), "decode steps must stay as they were"
     assert (found.neighbour.decode_beside_prefill, found.neighbour.prefill_beside_decode) == (1.5, pytest.approx(1.7))
     assert found.error == pytest.approx({"step": 0.05, "served_prompts": 0.0, "prefill_beside_decode": 0.0}, abs=1e-4)
     assert with_served(costs, [], []) == costs, "nothing was measured"

@@ -291,7 +291,7 @@ def test_messages_reach_the_template() -> None:
 
 @kinds
 def test_null_is_as_if_not_given(kind: type[GenerationRequest]) -> None:
-    """null means not given, with one exception."""
+    """null means not given, except that `max_tokens` may then fill the context."""
     plain = parsed(kind)
     for name in kind.model_fields.keys() - MINIMAL[kind].keys():
         null = parsed(kind, **{name: None})

@@ -158,7 +158,7 @@ def test_gemv_with_another_size_of_groups_than_the_files() -> None:
 def test_settings_are_refused_by_their_field() -> None:
     rotation = {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}
     settings: list[tuple[str, dict[str, object], str]] = [
-        ("awq", {"version": "gemv"}, "version gemv without group_size"),
+        ("awq", {"version": "gemv"}, "version gemv needs group_size"),
         ("awq", {"group_size": "all"}, "group_size 'all' is not a whole number"),
         ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\] is not a size"),
         ("fp8", {"weight_block_size": "128x128"}, "weight_block_size '128x128' is not a size"),

@@ -176,7 +176,7 @@ def test_the_package_pulls_in_nothing_heavy() -> None:
 def test_a_machine_without_cards_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a container without the driver is noticed before its workers start."""
+    """Unless --device is given, gen warns, so a container without the driver is noticed early."""
     given = ["gen", "--prefill-server-list", "0", "--server-ip", "127.0.0.1", "--save-dir", str(tmp_path)]
     for kind, arguments, is_told in (("cpu", [], True), ("npu", [], False), ("cpu", ["--device", "cpu"], False)):
         monkeypatch.setattr("ranktable_tools.machine_probe.detect_kind", lambda kind=kind: kind)

@@ -62,7 +62,7 @@ def test_names_that_could_be_confused_are_told_apart() -> None:
     assert names([[1, 2]], [[12], [3]]) == ["1-2", "12", "3"]
     assert names([[0, 1, 2, 3]], [[4]]) == ["0123", "4"]
     assert names([[8, 9, 10, 11]], [[12, 13], [14], [15]]) == ["891011", "1213", "14", "15"], (
-        "ids joined as in the guide"
+        "ids must be joined as in the guide"
     )
     generated = one_machine(server_ip="2001:db8::5")
     assert generated.global_name == "global_ranktable_2001-db8--5.json"

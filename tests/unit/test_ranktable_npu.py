@@ -83,7 +83,7 @@ def test_hccn_conf_of_both_families() -> None:
 
 @pytest.mark.parametrize(("name", "prefix"), [("a2", "192.0.2.2"), ("a2_ipv6", "2001:db8:a2::2")])
 def test_an_a2_machine(machine: Machine, name: str, prefix: str) -> None:
-    """Uses the chips' addresses, not the vNICs'; version 1.0 without super pod fields."""
+    """Tables have the chips' addresses, not the vNICs', and version 1.0, without super pod fields."""
     machine.start(recorded(name))
     assert machine.devices() == [(str(i), f"{prefix}{i}", None) for i in (4, 5, 6, 7)]
     for file in machine.folder.glob("*_ranktable_*.json"):

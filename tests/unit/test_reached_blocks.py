@@ -1,4 +1,4 @@
-"""Schedulers are told of blocks up to a kept state, compared with all prefixes of all kept states."""
+"""Schedulers hear of blocks up to a kept state, as a comparison with all prefixes of kept states shows."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ async def test_how_often_it_is_tried_again() -> None:
         for attempt in range(max_attempts + 1):
             conn, *others = await next_attempt(world, attempt)
             assert not first.done()
-            assert attempt != 1 or {conn, *others} != {"to-prefill-0", "to-decode-0"}, "another pair"
+            assert attempt != 1 or {conn, *others} != {"to-prefill-0", "to-decode-0"}, "expected another pair"
             world.outputs(conn, ended=LegEnd(rid, attempt, "the link is down", is_fault=True))
         with pytest.raises(GenerationError, match="the link is down"):
             await first

@@ -57,7 +57,7 @@ async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     assert (refused.status, refused.num_received, refused.headers["retry-after"]) == (429, 0, "2")
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
-    assert "a wait of 3 s is expected, which exceeds the 2 s of --max-queue-time" in error["message"]
+    assert "the expected wait of 3 s is too long for the 2 s of --max-queue-time" in error["message"]
     assert free.status == 503  # the body was read; there is no instance
     assert free.num_received
     assert stats.snapshot().counters["refused_queue"] == 1
@@ -82,7 +82,7 @@ async def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path) -> Non
 
 
 async def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Path) -> None:
-    """So a thousand simultaneous requests are not all admitted because the queue was empty."""
+    """Bodies being read count, so an empty queue does not admit a thousand simultaneous requests."""
     hall = Hall(max_wait_s=2.0)
     app, _ = make_app(tmp_path, admission=waiting_in(hall))
     hall.close()

@@ -170,7 +170,7 @@ def test_instances_on_their_way_count() -> None:
     assert name_of(look(world, MANY_PROMPTS)[1]) == ("decode-2", "prefill"), "an instance that leaves does not count"
     coming.state, coming.num_outstanding = "ready", 1
     auto, flip = look(world, MANY_PROMPTS)
-    assert (flip, auto.last and auto.last.verdict) == (None, "unsettled"), "it drains"
+    assert (flip, auto.last and auto.last.verdict) == (None, "unsettled"), "an instance is draining"
     coming.num_outstanding, world.cluster["decode-0"].next_role = 0, "prefill"
     assert look(world, MANY_PROMPTS)[1] is None, "another instance is changing its role"
 

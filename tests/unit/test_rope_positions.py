@@ -99,7 +99,7 @@ def test_requests_with_one_row_three_rows_and_none_share_a_step() -> None:
         (RopePositions((tuple(range(4, 10)),), 4), None),
         (RopePositions((tuple(range(6)),) * 3), "3 rows; this model takes 1"),
         (RopePositions(()), "0 rows; this model takes 1"),
-        (RopePositions(((0, 1),)), "a row of 2 for 6 prompt tokens; give one for each"),
+        (RopePositions(((0, 1),)), "a row has 2 positions for 6 prompt tokens; give one each"),
         (RopePositions((tuple(range(6)),), 7), "positions from 0 to 20, with delta 7; this model supports"),
         (RopePositions(((0, 1, 2, 3, 4, 20),)), "positions from 0 to 20, with delta 0; this model supports"),
         (RopePositions((tuple(range(6)),), -7), "positions from -1 to 6, with delta -7; this model supports"),

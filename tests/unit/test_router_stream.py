@@ -102,7 +102,7 @@ def test_tokens_told_together_leave_as_if_told_singly() -> None:
 
 
 def test_tokens_of_a_step_are_told_once_and_their_time_is_spent_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if a group overlaps delivered tokens; records for resuming readers list tokens singly."""
+    """Covers groups that overlap delivered tokens; records for resuming readers list tokens singly."""
     now_s, keep = 1.0, wire.Keep(DIGEST, 9.0, 9999, b"")
     stream = stream_of(1, attempt=0)
     stream.kept = KeptStream(keep)

@@ -70,7 +70,7 @@ class Both:
                 assert not self.reference.jobs
                 assert not any(each.blocks.num_held + each.swap.num_held for each in self.real.groups)
                 return
-        raise AssertionError("somebody starves")
+        raise AssertionError("a request never ends")
 
     def arrive(self) -> None:
         rng, name = self.rng, f"r{self.count}"

@@ -119,7 +119,7 @@ def test_credentials_from_named_files(tmp_path: Path) -> None:
     ("role", "files", "told"),
     [
         ("decode", KeyFiles(), "--secret-file: --role decode requires it"),
-        ("decode", KeyFiles(derives=True), "--derive-secret: the secret is derived from a rank table"),
+        ("decode", KeyFiles(derives=True), "--derive-secret: derives the secret from a rank table"),
         ("scheduler", KeyFiles("s"), "--scheduler-key-file: --role scheduler requires it"),
         ("scheduler", KeyFiles("s", "k"), "--admin-token-file: --role scheduler requires it"),
     ],

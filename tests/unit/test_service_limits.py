@@ -208,7 +208,7 @@ def test_answers_that_would_fill_the_memory_are_refused(make: Services) -> None:
 def test_priorities_need_a_server_that_has_them_and_a_prompt_cache_key_is_a_session(make: Services) -> None:
     service, _ = make()
     assert completion(service, [1], priority=0).order.priority == 0
-    with pytest.raises(RequestError, match="priority: 3; this server serves requests in order of arrival") as caught:
+    with pytest.raises(RequestError, match="priority: 3; this server ignores priorities") as caught:
         completion(service, [1], priority=3)
     assert caught.value.param == "priority"
     service.intake.has_priorities = True

@@ -33,7 +33,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "tour.html").read_text("utf-8")
-    assert not re.search(r'<(?:script|link)[^>]+(?:src|href)="https?://(?!127)', page), "external resources"
+    assert not re.search(r'<(?:script|link)[^>]+(?:src|href)="https?://(?!127)', page), "a page has external resources"
 
 
 @pytest.mark.slow

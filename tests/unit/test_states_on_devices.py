@@ -51,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 2), (4, 2)], ids=str)
 def test_a_state_travels_over_every_transport(way: str, sizes: tuple[int, int], gpu: FakeModule) -> None:
-    """Layer by layer, as large states do, from each rank to each rank that wants heads of it; other blocks stay."""
+    """It goes layer by layer, like large states, from each rank to all that want its heads; no other block changes."""
     name, kinds = WAYS[way]
     source, target = (replace(STATES, tp_size=size) for size in sizes)
     own = lanes(source, target)
@@ -123,7 +123,7 @@ def transfer(link: Link, name: str, source: int, into: int) -> None:
 
 
 def written_late(link: Link, gpu: FakeModule) -> None:
-    """The last chunk's kernels have been launched, not run, when the state is sent."""
+    """The last chunk's kernels are launched, but have not run, when the state is sent."""
     for layer in range(3):
         launch(link.source, gpu, lambda of=slice(layer, layer + 1): fill(link.source, slice(5, 6), P_WROTE, of))  # type: ignore[misc]
     transfer(link, "written late", 5, 2)
@@ -133,7 +133,7 @@ def written_late(link: Link, gpu: FakeModule) -> None:
 
 
 def cleared_late(link: Link, gpu: FakeModule) -> None:
-    """The block in which it lands was cleared, and before that another sequence's: both are launched, not run."""
+    """Another sequence wrote to the landing's block, which was then cleared; neither kernel has run yet."""
     launch(link.target, gpu, lambda: fill(link.target, slice(2, 3), D_WROTE))
     launch(link.target, gpu, lambda: fill(link.target, slice(2, 3), 0.0))
     sent = link.source.block(5)

@@ -112,7 +112,7 @@ def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
 
 
 def test_a_late_one_is_not_waited_for_again() -> None:
-    """Otherwise a paused peer would slow down every step of this instance."""
+    """A paused peer must not slow down every step; another landing is awaited."""
     world = Waiting(0.0)
     assert world.left_s(9.0) == pytest.approx(step_delay.MAX_LANDING_DELAY_S)
     world.now_s += step_delay.MAX_LANDING_DELAY_S

@@ -128,5 +128,5 @@ def test_a_tree_of_formats_has_limits() -> None:
     for _ in range(20):
         deep = {"type": "or", "elements": [deep]}
     for form in (deep, {"type": "or", "elements": [NUMBER] * 2000}):
-        with pytest.raises(RequestError, match="more than 16 deep, or more than 1024 formats"):
+        with pytest.raises(RequestError, match="at most 1024 formats, nested 16 deep, are allowed"):
             guide_of(form)

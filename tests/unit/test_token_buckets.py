@@ -161,7 +161,7 @@ def test_a_killed_process_leaves_no_lock_and_what_it_took_for_a_minute() -> None
     process = child(memory, -1000)
     try:
         assert (said(process), said(process)) == ("True", "locked")
-        with pytest.raises(Unavailable, match="holds the limits"):
+        with pytest.raises(Unavailable, match="has locked this key"):
             impatient.take(SLOT, TAG, 1)
         impatient.set_limits(SLOT + 1, TAG, 1, 1)  # other keys must not wait
         process.send_signal(signal.SIGKILL)

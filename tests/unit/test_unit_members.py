@@ -190,7 +190,7 @@ def test_terms_fit_a_message(tmp_path: Path) -> None:
 
 
 def test_a_member_is_done_once_nobody_can_send_requests() -> None:
-    """Without schedulers, a drain closes at once; it opens again if one connects, which may send a request."""
+    """Without legs, a draining member is done only after the time in which schedulers may still send requests."""
     now_s, sent = [0.0], list[wire.Body]()
     mates = SimpleNamespace(send=sent.append)
     drain = WorkerDrain(30.0, lambda: now_s[0])

@@ -125,7 +125,7 @@ def test_a_copy_comes_from_an_instance_that_holds_the_version(world: World) -> N
     assert {file.name: file.read_bytes() for file in copy.iterdir()} == FILES
     assert world.named == [source.instance.key]
     receiver.stage.fetch(version, accept)
-    assert len(world.named) == 1, "it has the copy"
+    assert len(world.named) == 1, "its copy must be used again"
     receiver.stage.copies.keep_only("another")
     assert receiver.stage.copies.of("digest") is None
     assert not copy.exists()
@@ -170,7 +170,7 @@ def test_a_version_that_nobody_offers_is_not_sent(world: World) -> None:
     receiver, source = world.add("receiver", "source")
     version = version_at(world.folder("version"))
     source.holds(version)
-    with pytest.raises(ModelError, match="not a present version"):
+    with pytest.raises(ModelError, match="not an offered version"):
         receiver.stage.fetch(version, accept)
     world.sources.offer(version)
     address = wire.WeightAddress(3, source.instance.key, 1, bytes(32))
@@ -233,7 +233,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         left = Path(process.stdout.readline().strip()).parent
         copies = WeightCopies(tmp_path)
         copies.begin()
-        assert left.is_dir(), "its process lives"
+        assert left.is_dir(), "a live process's copy must stay"
         process.kill()
         process.wait()
     others = WeightCopies(tmp_path)

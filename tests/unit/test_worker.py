@@ -194,7 +194,7 @@ def test_candidates_are_handed_over_and_not_told(
 
 
 def test_tokens_with_many_logprobs_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages have a limited size, so logprobs are split over several; prompts come first, ends last."""
+    """Messages have a limited size, so logprobs are split over several; a prompt comes before its tokens."""
     monkeypatch.setattr(output_batcher, "MAX_MESSAGE_LOGPROBS", 10)
     world = World()
     many = sampling(n=1, max_tokens=3, logprobs=6)
@@ -268,7 +268,7 @@ def test_only_logprobs_of_a_prompt_limit_its_length() -> None:
     limits, prompt = EngineLimits(VOCAB_SIZE, 2_000_000, RopeLimit()), [1] * 1_000_001
     assert limits.problem(Request("r", RequestSpec(prompt, sampling()))) is None
     told = limits.problem(Request("r", RequestSpec(prompt, sampling(prompt_logprobs=0))))
-    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to return"
+    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to return; at most 1000000 logprobs are allowed"
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB_SIZE, 1 << 32, 1 << 64, -(1 << 64)])

@@ -76,7 +76,7 @@ async def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.M
     ids=["nested", "endless", "compressed", "silent"],
 )
 async def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: bytes, wanted: str) -> None:
-    """Over a real connection: a registered worker names the address to query, where any server may answer."""
+    """Uses a real connection; a registered worker names the address to query, where any server may answer."""
     num_sent = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -105,7 +105,7 @@ async def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, pa
 
 
 async def test_a_stranger_at_a_port_fails_one_instance() -> None:
-    """Also after a scheduler restart. If all workers are at each other's ports, NODE_PORTS is wrong."""
+    """Workers at each other's ports fail, too; if none is at its own port, the scheduler ends with an error."""
     place = place_of(1, 2)
     first, second, third = place.table.instances
 

@@ -105,7 +105,7 @@ def _add_sleep(routes: APIRouter, control: ClusterControl) -> None:
         tags = {tag for given in http.query_params.getlist("tags") for tag in given.split(",")}
         if tags and tags != TAGS:
             raise RequestError(
-                f"tags: {reprlib.repr(','.join(sorted(tags)))}; instances wake up as a whole: leave them out",
+                f"tags: {reprlib.repr(','.join(sorted(tags)))}; instances wake up as a whole; leave tags out",
                 param="tags",
             )
         await control.wake_up()

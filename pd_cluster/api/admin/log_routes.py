@@ -54,8 +54,8 @@ def read_lines(file: Path, name: str, limit: int, after: int) -> dict[str, Any]:
             data = opened.read(MAX_FILE_NBYTES)
     except OSError:
         raise RequestNotFound(
-            f"{name}: this command shows only logs that `pd-cluster up` keeps; see those of the process's starter "
-            f"(docker logs, kubectl logs, journalctl)",
+            f"{name}: this command shows only logs that `pd-cluster up` keeps; other processes' logs are with the "
+            f"program that started them (docker logs, kubectl logs, journalctl)",
             param="name",
             code="no_logs",
         ) from None

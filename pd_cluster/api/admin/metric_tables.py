@@ -60,7 +60,7 @@ class OfInstanceSteps:
 
 @dataclass(frozen=True, slots=True)
 class OfRequests:
-    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value, or "" -> its name there."""
+    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value, or "" -> name in that file."""
 
     name: str
     text: str
@@ -93,7 +93,7 @@ BATCH_LINES = OfCluster(
     "Only with --files-dir. Lines of unfinished batches of /v1/batches by state: waiting, running or answered.",
 )
 INSTANCE_GAUGES = (
-    OfInstance("vllm:num_requests_running", "Sequences that take part in steps.", lambda load: load.num_running),
+    OfInstance("vllm:num_requests_running", "Running sequences, which steps compute.", lambda load: load.num_running),
     OfInstance("vllm:num_requests_waiting", "Requests that wait for capacity.", lambda load: load.num_waiting),
     OfInstance(
         "vllm:kv_cache_usage_perc",
@@ -306,7 +306,7 @@ INSTANCE_COUNTERS = (
         "Drafts: guesses that one step verified.",
         lambda load: load.drafts.num_drafts,
     ),
-    OfInstance("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts.", lambda load: load.drafts.num_tokens),
+    OfInstance("vllm:spec_decode_num_draft_tokens", "Tokens of verified drafts.", lambda load: load.drafts.num_tokens),
     OfInstance(
         "vllm:spec_decode_num_accepted_tokens",
         "Draft tokens that were accepted.",
@@ -363,10 +363,10 @@ REQUEST_COUNTERS = (
         OfRequests(f"pd_cluster:arrived_{name}", text, {"": f"arrived_{name}"})
         for name, text in (
             ("requests", "Requests that arrived, including those refused later."),
-            ("prompt_tokens", "Prompt tokens of these requests."),
-            ("prompt_pairs", "Pairs of tokens in these prompts: the work of attention."),
-            ("answers", "Sequences that these requests ask for."),
-            ("max_tokens", "Sum of these sequences' maximum output tokens (max_tokens)."),
+            ("prompt_tokens", "Prompt tokens of arrived requests."),
+            ("prompt_pairs", "Pairs of tokens in arrived prompts: the work of attention."),
+            ("answers", "Sequences that arrived requests ask for."),
+            ("max_tokens", "Sum of maximum output tokens (max_tokens) of arrived requests' sequences."),
         )
     ),
     OfRequests(
@@ -414,7 +414,7 @@ REQUEST_COUNTERS = (
         "Images and videos by data: URL that were looked up in the cache.",
         {"": "kept_media_queries"},
     ),
-    OfRequests("vllm:mm_cache_hits", "Images and videos found there.", {"": "kept_media_hits"}),
+    OfRequests("vllm:mm_cache_hits", "Images and videos found in the cache.", {"": "kept_media_hits"}),
     OfRequests(
         "pd_cluster:replays",
         "Further attempts by reason: an instance was lost (death), an attempt failed (fault), an instance was "

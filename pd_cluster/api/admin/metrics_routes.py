@@ -83,7 +83,7 @@ def metrics_routes(
 
     def told() -> AllStats:
         found = AllStats(router.stats.snapshot(), Busy(), 1) if totals is None else totals()
-        if found is None:  # smaller counts than another process has served would look like a restart
+        if found is None:  # counts below those of another process's last answer would look like a restart
             raise Unavailable("this process has just started and does not know the other processes' counts yet")
         return found
 
@@ -319,7 +319,7 @@ class _Cluster(Collector):
 
     @property
     def _roles(self) -> list[Role]:
-        """Returns the roles to count. encode is one only if there are encoders, so that an alert on 0 makes sense."""
+        """Returns the roles to count; "encode" only if there are encoders, so that an alert on 0 makes sense."""
         return [role for role in ROLES if role != "encode" or any(each.role == role for each in self._instances)]
 
     def _states(self) -> GaugeMetricFamily:

@@ -181,8 +181,8 @@ class ConnectionLimiter:
         is_short = admitted.descriptor >= self._end_of_requests and not self._breaks_up_a_crowd(admitted)
         if self.num_busy >= limits.total or is_short:
             raise Unavailable(
-                f"{self.num_busy} connections have requests, the most that this server takes (--max-connections); "
-                f"try again"
+                f"{self.num_busy} connections have requests, and this server takes no more (--max-connections, "
+                f"ulimit -n); try again"
             )
         self._move(admitted, ConnectionState.BUSY)
 

@@ -51,7 +51,7 @@ class BatchList(msgspec.Struct):
     data: list[BatchObject]
     first_id: str | None
     last_id: str | None
-    has_more: Annotated[bool, Meta(description="Ask again with `after`: the last_id.")]
+    has_more: Annotated[bool, Meta(description="If true, ask again with `after` set to last_id.")]
 
 
 class _NamedValues(msgspec.Struct):

@@ -86,7 +86,7 @@ class BatchService:
 
     def _told(self, error: Exception) -> None:
         if str(error) != self._last_problem:
-            log.error("batches cannot be looked for: %s", error)
+            log.error("cannot look for batches: %s", error)
         self._last_problem = str(error)
 
 

@@ -33,7 +33,7 @@ class FileList(msgspec.Struct):
     data: list[FileObject]
     first_id: str | None
     last_id: str | None
-    has_more: Annotated[bool, Meta(description="Ask again with `after`: the last_id.")]
+    has_more: Annotated[bool, Meta(description="If true, ask again with `after` set to last_id.")]
 
 
 class FileDeleted(msgspec.Struct):
@@ -87,7 +87,7 @@ def file_routes(store: FileStore, allowed_origins: tuple[str, ...]) -> APIRouter
         first_id, last_id = ends_of(file.id for file in shown)
         return json_of(FileList("list", shown, first_id, last_id, has_more=len(found) > len(shown)))
 
-    @routes.get(ONE, openapi_extra=_of_one("What is known of a file.", FileObject))
+    @routes.get(ONE, openapi_extra=_of_one("Information about a file.", FileObject))
     async def retrieve_file(http: Request) -> Response:
         return json_of(await store.on_thread(store.find, owner_of(http), http.path_params["file_id"]))
 

@@ -73,7 +73,7 @@ async def _chunks(http: Request) -> AsyncIterator[bytes]:
                 yield chunk
     except TimeoutError:
         raise RequestError(
-            f"no more of the file has arrived for {IDLE_TIMEOUT_S:g} s, or all of it took an hour"
+            f"the upload paused for {IDLE_TIMEOUT_S:g} s, or took more than an hour; send the file again"
         ) from None
     except ClientDisconnect:
         raise RequestError("the client left before its file was complete") from None

@@ -56,7 +56,7 @@ class FilesApi:
         return self._throttle.num_running
 
     async def metric(self, told: AllStats) -> bytes:
-        """`told`: the figures of all API processes. If the disk fails, returns nothing rather than fail all metrics."""
+        """`told`: the figures of all API processes. If the disk fails, returns b"", so that others are still served."""
         try:
             counts = await self._batches.files.on_thread(self._batches.open_counts)
         except (StorageFull, sqlite3.Error):

@@ -1,4 +1,4 @@
-"""Resources that requests hold before the router has them: a reserved place in the queue, and memory for bodies.
+"""Resources that a request holds until it reaches the router: a reserved place in the queue, and memory for its body.
 
 A generating request that would wait too long is refused before its body is read. Bodies share a memory budget, in which
 one client's share is at most what remains free for others. Knows nothing of routes.

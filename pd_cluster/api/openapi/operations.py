@@ -20,8 +20,8 @@ JSON = "application/json"
 FAILURES = (400, 404, 410, 413, 429, 500, 503, 504)  # statuses of routes that use instances
 READ_FAILURES = (400, 404, 413, 429)  # statuses of routes that use no instance
 CHUNKED = (
-    "The answer. With `stream`, a stream of events, each `data: ` and such a chunk, and `data: [DONE]` after the last; "
-    "an error after the first event is an event, too."
+    "The answer. With `stream`, a stream of events: each is `data: ` and such a chunk, and the last is `data: [DONE]`. "
+    "An error after the first event is an event, too."
 )
 IN_EVENTS = "The answer. With `stream`, a stream of events, named by their `type`."
 

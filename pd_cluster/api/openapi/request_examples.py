@@ -45,7 +45,7 @@ COMPLETION: Examples = {
     "streamed": ("The same, streamed", {**_TEXT, "stream": True, "stream_options": USAGE}),
     "several": ("Several prompts at once", {**_TEXT, "prompt": ["One, two,", "A, B,"], "max_tokens": 4}),
     "token_ids": ("Token ids in and out", {**_TEXT, "prompt": [1, 2, 3], "return_token_ids": True}),
-    "drawn": ("Two drawn texts", {**_TEXT, "temperature": 0.8, "top_p": 0.9, "seed": 7, "n": 2}),
+    "drawn": ("Two sampled texts", {**_TEXT, "temperature": 0.8, "top_p": 0.9, "seed": 7, "n": 2}),
     "logprobs": ("How likely a text is", {**_TEXT, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 1}),
 }
 GENERATE: Examples = {
@@ -94,7 +94,7 @@ DETOKENIZE: Examples = {"ids": ("Three tokens", {"tokens": [1, 2, 3]})}
 EMBEDDING: Examples = {
     "plain": ("A text", {"input": "The capital of France is Paris."}),
     "several": ("Several, as bytes", {"input": ["one", "two"], "encoding_format": "base64"}),
-    "token_ids": ("Token ids, and few numbers", {"input": [1, 2, 3], "dimensions": 8}),
+    "token_ids": ("Token ids, and a short vector", {"input": [1, 2, 3], "dimensions": 8}),
 }
 POOLING: Examples = {"plain": EMBEDDING["plain"], "token_ids": ("Token ids", {"input": [1, 2, 3], "task": "embed"})}
 COHERE_EMBED: Examples = {"plain": ("Two texts", {"texts": ["one", "two"], "embedding_types": ["float", "base64"]})}

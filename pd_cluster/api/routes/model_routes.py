@@ -19,7 +19,7 @@ from pd_cluster.service.text_service import TextService
 class Model(Struct, omit_defaults=True, kw_only=True):
     id: str
     object: Literal["model"]
-    created: Annotated[int, Meta(description="The start of its service; Unix time, in seconds.")]
+    created: Annotated[int, Meta(description="When the server began to serve it; Unix time, in seconds.")]
     owned_by: str
     root: Annotated[str, Meta(description="The model folder, as given to the server; for an adapter, its name.")]
     parent: Annotated[str | None, Meta(description="For an adapter, the model.")] = None

@@ -55,12 +55,12 @@ class InputItems(msgspec.Struct):
     data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None
-    has_more: Annotated[bool, Meta(description="Whether there are more; ask again with `after`: the last_id.")]
+    has_more: Annotated[bool, Meta(description="If true, ask again with `after` set to last_id.")]
 
 
 def response_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
-    operation = Operation("Answer items of a conversation with items.", ResponseObject, ResponsesRequest, RESPONSES)
+    operation = Operation("Answer a conversation that is given as items.", ResponseObject, ResponsesRequest, RESPONSES)
 
     @routes.post("/v1/responses", openapi_extra=operation.events(ResponseEvent))
     async def responses(http: Request) -> Response:
@@ -176,7 +176,7 @@ def kept_response_routes(service: TextService, store: ResponseStore | None) -> A
         await _find(http, service, store, _id_of(http))
         raise RequestError("only responses made with background: true can be cancelled, and this server makes none")
 
-    @routes.get(ONE + "/input_items", openapi_extra=_of_kept("What a response answered.", InputItems, *LISTING))
+    @routes.get(ONE + "/input_items", openapi_extra=_of_kept("The input of a response.", InputItems, *LISTING))
     async def input_items(http: Request) -> Response:
         kept = await _find(http, service, store, _id_of(http))
         asked = http.query_params

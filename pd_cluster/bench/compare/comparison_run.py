@@ -139,8 +139,8 @@ class _Comparing:
                     load = await self._run_load(served.url, arrivals, slo, int(level) if self._spec.concurrency else 0)
         except TimeoutError:
             raise GenerationError(
-                f"{contender.name}: not answered within {self._spec.deadline_s:g} s; a smaller load or a larger "
-                "deadline_s may do"
+                f"{contender.name}: not answered within {self._spec.deadline_s:g} s; try a smaller load or a "
+                "larger deadline_s"
             ) from None
         used_s, took_s = served.cpu_s() - before_s, time.monotonic() - started_s
         failed = [outcome for outcome in load.outcomes if outcome.error]
@@ -156,9 +156,7 @@ class _Comparing:
             model, most = await ask_model(client, served.url)
             longest = max(each.num_prompt_tokens + each.num_output_tokens for each in arrivals)
             if most is not None and longest > most:
-                raise ConfigError(
-                    f"{served.url}: a request of {longest} tokens; that server's context is {most} tokens"
-                )
+                raise ConfigError(f"{served.url}: a request has {longest} tokens, but that server's context has {most}")
             bodies = [
                 body_of(model, prompt_of(each, at, NUM_TOKEN_IDS), each.num_output_tokens)
                 for at, each in enumerate(arrivals)
@@ -182,8 +180,8 @@ def _check_lengths(spec: ComparisonSpec) -> None:
         most = checkpoint.max_model_len(each.settings.get("max_model_len"))
         if longest > most:
             raise ConfigError(
-                f"workload: its longest request has {longest} tokens, and the context of server[{at}] ({each.name}) "
-                f"{most}; give shorter lengths"
+                f"workload: its longest request has {longest} tokens, but the context of server[{at}] ({each.name}) "
+                f"has {most}; give shorter lengths"
             )
 
 

@@ -43,18 +43,20 @@ def show(spec: ComparisonSpec, runs: Sequence[ComparedRun], slo: Slo, env: dict[
                 row += _cells(found.get((server.name, level, name)), name in WITH_RATIO)
             rows.append(row)
     range_of = "95 % of the median" if spec.rounds >= 6 else "lowest-highest"
-    title = f"{spec.rounds} rounds on {where(spec.core_set)}; times {spec.server[0].name} within a round ({range_of})"
+    title = (
+        f"{spec.rounds} rounds on {where(spec.core_set)}; ratios to {spec.server[0].name} within a round ({range_of})"
+    )
     print_table(title, headers, rows, right=headers[1:])
     print(f"goals: TTFT {_goal(slo.ttft_s)}, TPOT {_goal(slo.tpot_s)}, end to end {_goal(slo.e2e_s)}")
     taken = [run.constant_s for run in runs]
-    print(f"constant work beside the runs: {median(taken):.2f} s ({min(taken):.2f}-{max(taken):.2f})")
+    print(f"constant work between the runs: {median(taken):.2f} s ({min(taken):.2f}-{max(taken):.2f})")
     slow = (
         f"round {run.round_ + 1}, {run.server}: constant work took {run.constant_s:.2f} s" for run in slow_runs(runs)
     )
     for each in dict.fromkeys(slow):
-        print(f"note: {each}; a slow moment")
+        print(f"note: {each}; the machine was slow")
     for slowed in dict.fromkeys(f"{run.server}: {run.load.slowed_by}" for run in runs if run.load.slowed_by):
-        print(f"NOT VALID: {slowed}; the server would have met a smaller or smoother load")
+        print(f"NOT VALID: {slowed}; the server got a smaller or smoother load")
     for contender in spec.server:
         print(f"compute threads of {contender.name}: {waits_of(contender, env)}")
 

@@ -49,7 +49,7 @@ async def constant_work_s(cores: Collection[int], share: float = 1.0) -> float:
         async with asyncio.timeout(DEADLINE_S):
             answers = [await child.communicate() for child in children]
     except TimeoutError:
-        raise PdClusterError(f"constant work took more than {DEADLINE_S:g} s; end what else runs here") from None
+        raise PdClusterError(f"constant work took more than {DEADLINE_S:g} s; end other programs here") from None
     finally:
         for child in children:
             if child.returncode is None:

@@ -133,4 +133,4 @@ def results(runs: Sequence[ComparedRun]) -> Iterator[Result]:
     yield Result(
         name="constant work", value=median(taken), unit="s", better="lower", samples=len(taken), spread=steadiness
     )
-    yield counted("runs in a slow moment", len(slow_runs(runs)), "runs")
+    yield counted("runs while the machine was slow", len(slow_runs(runs)), "runs")

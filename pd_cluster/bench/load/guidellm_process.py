@@ -44,7 +44,7 @@ class Guidellm:
         command = shutil.which(given or beside) or ("" if given else shutil.which("guidellm"))
         if not command:
             where = f"--guidellm {given}: no such command" if given else "guidellm is not installed here"
-            raise ConfigError(f"{where}; load comes from it. {_install_hint()}")
+            raise ConfigError(f"{where}; it sends the load. {_install_hint()}")
         python = Path(command).resolve().with_name("python")
         if not os.access(python, os.X_OK):
             raise ConfigError(f"--guidellm {command}: no interpreter at {python}. {_install_hint()}")

@@ -108,7 +108,7 @@ async def run_load(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRu
     plan.check_lengths(max_model_len)
     silent = "" if admin is None else await can_be_asked(admin)
     if silent:
-        print(f"note: only what the client sees: {silent}", file=sys.stderr, flush=True)
+        print(f"note: the report has only the client's view: {silent}", file=sys.stderr, flush=True)
     for stale in plan.folder.glob("requests-*.jsonl"):
         stale.unlink()
     write_rows(iter(plan.rows), plan.folder)

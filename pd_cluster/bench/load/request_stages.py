@@ -35,7 +35,7 @@ async def with_stages(outcomes: Sequence[Outcome], admin: Admin) -> tuple[list[O
         return [], ""
     found = (await asyncio.gather(*map(joined, reversed(outcomes))))[::-1]
     num_known = sum(is_known for _, is_known in found)
-    note = "" if num_known == len(found) else f"stages are known of {num_known} of {len(found)} requests"
+    note = "" if num_known == len(found) else f"stages are known for {num_known} of {len(found)} requests"
     return [outcome for outcome, _ in found], note
 
 

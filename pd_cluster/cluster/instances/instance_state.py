@@ -50,7 +50,7 @@ class Instance:
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
     next_role: Role | None = None  # its role once it is drained
-    drain_deadline_s: float = 0.0  # its requests may finish there until this time
+    drain_deadline_s: float = 0.0  # its requests may finish until this time
     drain_timeout_s: float = 0.0  # the time that the drain may take
     adapters: frozenset[str] = frozenset()  # digests of the wanted adapters that it has reported as loaded
     adapter_problems: dict[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Instance:
 
     @property
     def links(self) -> PeerLinks:
-        """The links to decode instances and encoders, as last reported with its load."""
+        """Its links to other instances, as last reported with its load."""
         if self._links.states is not self.load.links:
             self._links = PeerLinks.of(self.load.links)
         return self._links
@@ -115,7 +115,7 @@ class Instance:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no work of this scheduler, and reports no other work."""
+        """Whether it has no work from this scheduler and reports none from others."""
         load = self.load
         busy = load.num_running + load.num_waiting + load.num_landing + load.num_exporting + load.num_held_blocks
         return not self.is_ready or not (self.num_outstanding or busy)
@@ -180,12 +180,12 @@ class Instance:
         return self.info.max_num_seqs if self.info is not None else 0
 
     def lacks_adapter(self, digest: str) -> bool:
-        """Whether it would have to load this LoRA adapter again; False for ""."""
+        """Whether it must load this LoRA adapter into memory first; False for ""."""
         present = self.load.adapters
         return bool(digest) and present is not None and short_name(digest) not in present
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Returns how many of the prompt's tokens it can take from its caches; called for each instance and request."""
+        """Returns how many of the prompt's tokens its caches have. Must be fast: runs per instance and request."""
         known = self.known_blocks
         if not known.tiers:
             return 0
@@ -206,11 +206,11 @@ class Instance:
         return 0 if pool is None else prompt.num_held(pool, self.known_blocks)
 
     def linked_to(self, other: Instance) -> bool:
-        """Whether KV cache can be sent from this prefill instance to that decode instance."""
+        """Whether this prefill instance has a usable link to the other instance."""
         return other.key in self.links.up
 
     def link_to(self, other: Instance) -> LinkState:
-        """Returns the last reported state of its link to that decode instance."""
+        """Returns the last reported state of its link to the other instance."""
         return self.links.to(other.key)
 
     def to_peer(self) -> PeerInfo:

@@ -20,7 +20,7 @@ from pd_cluster.process_messages import InstanceInfo
 from pd_cluster.types import TIERS, RequestSpec, Tier
 
 MAX_KEYS = 1 << 20  # per instance; about 100 bytes each
-# load time as a share of the time to compute a token, until both are measured
+# a token's assumed load time, as a share of its compute time, until both are measured
 UNMEASURED: dict[Tier, float] = {"device": 0.0, "host": 1 / 16, "disk": 1 / 4}
 NO_LOAD = wire.Load()
 NO_BLOCK = -1
@@ -98,7 +98,7 @@ class KnownBlocks:
 
 
 class PromptKeys(dict[PoolKind, list[int]]):
-    """The keys of a prompt's first blocks, computed once per kind of pool, and only as far as instances know them.
+    """The keys of a prompt's first blocks, computed once per kind of pool, and only as far as instances may have them.
 
     When all keys of a prompt are computed, NO_BLOCK, which no instance has, follows them.
     """

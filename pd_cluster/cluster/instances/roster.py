@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RosterFollower(Protocol):
-    """Has requests at instances, and is notified when they must move elsewhere."""
+    """Has requests at instances; the roster notifies it when requests must move elsewhere."""
 
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Called when an open connection to a worker has closed."""
@@ -97,13 +97,13 @@ class Roster:
             instance.known_blocks.apply(news)
 
     def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
-        """Ignored: only a membership sends lists of adapters."""
+        """Does nothing, because only a membership sends lists of adapters."""
 
     def on_stale_order(self, conn: str, term: int) -> None:
-        """Ignored: only a membership gives orders."""
+        """Does nothing, because only a membership gives orders."""
 
     def on_weights_sought(self, conn: str, body: wire.SeekWeights | wire.WeightAddress) -> None:
-        """Ignored here, because only a membership has versions of weights."""
+        """Does nothing, because only a membership has versions of weights."""
 
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)

@@ -1,4 +1,4 @@
-"""Keeps the schedulers' shared record in a folder of one host. Knows nothing of its meaning (membership_lease.py).
+"""Keeps the schedulers' record in a folder of one host. Knows nothing of the record's meaning (membership_lease.py).
 
 Each version is a separate file, created by link(2), which fails if the file exists: so exactly one process writes each
 version. The record has no lock, so a stopped process never blocks others. A lock on a separate file reserves a
@@ -104,7 +104,7 @@ class LeaseFolder:
                 new.unlink()
 
     def _take_back(self, version: int, written: bytes) -> None:
-        """Removes a version that this process must not have written, unless another process has since replaced it."""
+        """Removes a version that this process should not have written, unless another process has since replaced it."""
         with contextlib.suppress(FileNotFoundError):
             if self._content(version) == written:
                 self._file(version).unlink()

@@ -77,7 +77,7 @@ class KubernetesLease:
         host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
         written = f"{called('scheduler_lease')} {SCHEME}{namespace}/{name}"
         if not host:
-            raise ConfigError(f"{written}: only in a pod of Kubernetes; there is no KUBERNETES_SERVICE_HOST")
+            raise ConfigError(f"{written}: works only in a pod of Kubernetes; KUBERNETES_SERVICE_HOST is not set")
         if not (SERVICE_ACCOUNT / "token").is_file():
             raise ConfigError(
                 f"{written}: {SERVICE_ACCOUNT}/token does not exist; set automountServiceAccountToken in the pod"
@@ -100,7 +100,7 @@ class KubernetesLease:
             return False
         written = msgspec.json.encode(record).decode()
         if len(written) > MAX_RECORD_NBYTES:
-            raise LeaseUnavailable(f"the record has {len(written)} bytes; a Lease holds {MAX_RECORD_NBYTES}")
+            raise LeaseUnavailable(f"the record has {len(written)} bytes; a Lease can have {MAX_RECORD_NBYTES}")
         new = self._object(record, written)
         if self._found is None:
             status, found = self._ask("POST", self._leases, new)
@@ -114,7 +114,7 @@ class KubernetesLease:
         return True
 
     def _object(self, record: LeaseRecord, written: str) -> dict[str, Any]:
-        """Returns the Lease to send; keeps what others have written into the last one."""
+        """Returns the Lease to send; keeps the fields that other programs have added to the last one."""
         old = self._found or {}
         metadata = {**old.get("metadata", {}), "name": self._name, "namespace": self._namespace}
         metadata["annotations"] = {**(metadata.get("annotations") or {}), RECORD: written}
@@ -137,7 +137,7 @@ class KubernetesLease:
         written = (metadata.get("annotations") or {}).get(RECORD)
         if written is None:
             if holder := spec.get("holderIdentity"):
-                raise LeaseUnavailable(f"the Lease {self._place} belongs to {str(holder)[:100]!r}; name another")
+                raise LeaseUnavailable(f"the Lease {self._place} belongs to {str(holder)[:100]!r}; use another Lease")
             return LeaseRecord()
         try:
             return msgspec.json.decode(written, type=LeaseRecord)
@@ -186,7 +186,7 @@ class KubernetesLease:
             return f"the API server does not accept this pod's service account (401 {message})"
         if status == 403:
             rights = "get, create and update leases of coordination.k8s.io"
-            return f"this pod's service account may not {rights} in {self._namespace}; give it a Role (403 {message})"
+            return f"this pod's service account cannot {rights} in {self._namespace}; give it a Role (403 {message})"
         return f"the API server answers {status} {message}"
 
     def _token(self) -> str:

@@ -37,20 +37,15 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The shared record. Each write replaces the whole record and adds one to `version`.
-
-    `term`: the fencing number, higher with each owner; 0: no owner since the record was last removed. `holder`: the
-    owner's name@epoch; "": released. `admin`: the owner's admin address, for operators. `table`: the digest of its rank
-    table. `members`: its instances. `stamp`: unique to each write.
-    """
+    """The shared record. Each write replaces the whole record and adds one to `version`."""
 
     version: int = 0
-    term: int = 0
-    holder: str = ""
-    admin: str = ""
-    table: bytes = b""
-    members: list[DesiredInstance] = []
-    stamp: str = ""
+    term: int = 0  # the fencing number, higher with each owner; 0: no owner since the record was last removed
+    holder: str = ""  # the owner's name@epoch; "": the lease was released
+    admin: str = ""  # the owner's admin address, for operators
+    table: bytes = b""  # the digest of the owner's rank table
+    members: list[DesiredInstance] = []  # the owner's instances
+    stamp: str = ""  # unique to each write
 
 
 class LeaseStore(Protocol):
@@ -93,8 +88,8 @@ class Ownership:
         """`least_term`: returns the lowest term of an ownership that begins now."""
         self.own, self.duration_s = own, duration_s
         self.record = LeaseRecord()  # the last record that was read or written
-        # of the records read so far; terms that workers report do not count, so that a lying worker cannot end an
-        # ownership
+        # the highest term in the records read so far; terms that workers report do not count, so that a lying worker
+        # cannot end an ownership
         self.highest_term = 0
         self.is_candidate = True  # whether it may become the owner
         self.table = table

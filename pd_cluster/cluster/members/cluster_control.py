@@ -94,7 +94,7 @@ class ClusterControl:
             self.cluster_sleep.check()
             log.warning("sleep at level %d: new requests are refused; running ones %s", level, RUNNING_ONES[mode])
             if not self.is_asleep:
-                await self._empty("asleep", mode, "the command again")
+                await self._empty("asleep", mode, "POST /wake_up")
             await self.cluster_sleep.reach(level)
 
     async def wake_up(self) -> None:
@@ -118,7 +118,7 @@ class ClusterControl:
             if self.is_asleep:
                 raise Refused("the cluster is asleep; POST /wake_up wakes it up")
             try:
-                await self._empty("paused", mode, "now")
+                await self._empty("paused", mode, "this command ends")
                 await job()
             finally:
                 await self._serving.control_requests("paused" if self.is_paused else "open")
@@ -164,5 +164,5 @@ class ClusterControl:
                     await self._roster.change()
         except TimeoutError:
             names = ", ".join(lacking())
-            raise DeadlineExceeded(f"{names}: no answer within {RESET_TIMEOUT_S:g} s; send it again") from None
+            raise DeadlineExceeded(f"{names}: no answer within {RESET_TIMEOUT_S:g} s; send the command again") from None
         log.info("the prefix caches of %s are empty", ", ".join(asked) or "no instance")

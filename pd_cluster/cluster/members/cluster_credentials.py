@@ -54,7 +54,7 @@ def _cluster_credentials(place: Place, files: KeyFiles) -> Credentials:
         for flag in [flag for flag, file in given.items() if file is not None]:
             raise ConfigError(
                 f"{flag} {given[flag]}: requires a cluster.secret, and cannot be combined with --derive-secret; drop "
-                "one"
+                "one of the two"
             )
         secret, key = (_derived(place.table, purpose) for purpose in ("secret", "key"))
         return Credentials(secret, (public_key(key),), key if place.role == "scheduler" else b"", table)
@@ -73,7 +73,7 @@ def _cluster_credentials(place: Place, files: KeyFiles) -> Credentials:
 def _refuse_unnamed(place: Place, files: KeyFiles) -> None:
     """Raises ConfigError if a file is not named: without a table there is no default folder."""
     if files.derives:
-        raise ConfigError("--derive-secret: the secret is derived from a rank table, and --role reads none; drop one")
+        raise ConfigError("--derive-secret: derives the secret from a rank table, but --role reads none; drop one flag")
     needed = {"--secret-file": (files.secret, SECRET_FILE)}
     if place.role == "scheduler":
         needed["--scheduler-key-file"] = files.scheduler_key, SCHEDULER_KEY_FILE

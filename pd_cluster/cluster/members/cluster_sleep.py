@@ -59,7 +59,7 @@ class ClusterSleep:
                     await self._roster.change()
         except TimeoutError:
             names = ", ".join(instance.name for instance in self._lacking())
-            raise DeadlineExceeded(f"{names}: no answer within {LEVEL_TIMEOUT_S:g} s; send it again") from None
+            raise DeadlineExceeded(f"{names}: no answer within {LEVEL_TIMEOUT_S:g} s; send the command again") from None
 
     def _lacking(self) -> list[Instance]:
         return [each for each in self._roster.instances if each.is_ready and each.load.sleep_level != self.level]

@@ -229,7 +229,7 @@ class ElasticMembership:
         self._membership.wake()
 
     def _is_at(self, instance: Instance, member: DesiredInstance) -> bool:
-        """Whether its address is the one in the list; otherwise another worker has the name now."""
+        """Whether it has the address in the list; otherwise its name now belongs to another worker."""
         if instance.is_registered and instance.port != member.port:
             return False
         own = self._membership.host_of(instance), instance.device_ids, instance.joined_as
@@ -352,7 +352,7 @@ class ElasticMembership:
                 if len(serving) == 1
                 else f"are the last {role} instances that take"
             )
-            raise Refused(f"{names} {last} requests; force it to let a single instance serve them")
+            raise Refused(f"{names} {last} requests; use force to let a single instance serve them")
 
 
 def _instance_of(member: DesiredInstance) -> Instance:

@@ -130,7 +130,7 @@ class Registrar:
             self._send(conn, ELSEWHERE)
             return
         if problem := self._problem(name, join):
-            log.warning("%r at %r:%d may not join: %s", name[:200], join.host, join.port, problem)
+            log.warning("%r at %r:%d cannot join: %s", name[:200], join.host, join.port, problem)
             self._send(conn, wire.JoinAnswer(problem))
             return
         known = self._registrations.get(name)
@@ -145,7 +145,7 @@ class Registrar:
         self._send(conn, wire.JoinAnswer())
 
     def _problem(self, name: str, join: wire.Join) -> str:
-        """Returns why this worker may not register; "" if it may."""
+        """Returns why this worker cannot register; "" if it can."""
         if problem := name_problem(name):
             return f"--instance-name {name[:200]!r}: {problem}"
         if not is_ip(join.host):

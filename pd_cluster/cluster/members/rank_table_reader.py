@@ -68,13 +68,13 @@ def _compare(new: Place, entries: Mapping[str, Instance], running: Sequence[Inst
     """Compares the new table with the running instances of the old one. Raises ConfigError."""
     file = new.table.file
     if new.role != "scheduler":
-        raise ConfigError(f"{file}: this process is the scheduler, but its own entry there is another instance")
+        raise ConfigError(f"{file}: this process is the scheduler, but its entry in this table is another instance")
     places = {(each.host, *each.device_ids): each.name for each in entries.values()}
     for instance in running:
         name = places.get((instance.host, *instance.device_ids))
         if name is not None and name != instance.name:
             raise ConfigError(
-                f"{file} makes {instance.name} {name}, but it is running: names follow the order of the table, and "
+                f"{file} renames {instance.name} to {name}, but it is running: names follow the order of the table, so "
                 "only the last entries of a group can be removed"
             )
     for instance in running:

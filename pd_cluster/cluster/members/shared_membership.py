@@ -122,7 +122,7 @@ class SharedMembership:
         """Raises Refused if this scheduler does not own membership."""
         if not self.is_owner:
             record = self.ownership.record
-            where = f"{self.owner} does, at {record.admin}; ask there" if self.owner else "none does now; try again"
+            where = f"{self.owner} does, at {record.admin}; retry there" if self.owner else "none does now; try again"
             raise Refused(f"{self.name} does not own membership: {where}")
 
     def changed(self) -> None:
@@ -224,8 +224,8 @@ class SharedMembership:
             self._membership.wake()
 
     def _follow(self, record: LeaseRecord) -> None:
-        """Applies the owner's list. A list of another table is applied only when its owner has renewed it: it may be
-        old.
+        """Applies the owner's list. A list that was made for another table may be old, so it is applied only after its
+        owner has renewed it.
         """
         if record == self._followed or record.holder == self.ownership.own:
             return

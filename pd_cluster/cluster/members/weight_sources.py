@@ -36,7 +36,7 @@ class WeightSources:
 
     def __init__(self, mailbox: SourceMailbox, instances: Sequence[Instance]) -> None:
         self._mailbox, self._instances = mailbox, instances
-        self._offered: dict[int, wire.WeightVersion] = {}  # by epoch: the present version, and one under check
+        self._offered: dict[int, wire.WeightVersion] = {}  # by epoch: the current version, and the one being checked
         self._roots: tuple[Path, ...] = ()  # the folders below which this process may send
         self._named: dict[str, tuple[int, str]] = {}  # connection of a receiver -> epoch and source
 
@@ -49,13 +49,13 @@ class WeightSources:
         self._roots = roots
 
     def sought(self, conn: str, receiver: Instance, seek: wire.SeekWeights) -> None:
-        """Names a source to an instance: one that has not failed for it and is not sending."""
+        """Names a source to an instance: one that has not failed for this instance and is not sending."""
         self._named.pop(conn, None)
         if seek.is_over:
             return
         version = self._offered.get(seek.epoch)
         if version is None:
-            self._answer(conn, wire.TakeWeights(seek.epoch, problem="it is not a present version"))
+            self._answer(conn, wire.TakeWeights(seek.epoch, problem="it is not an offered version"))
             return
         busy = {source for _, source in self._named.values()}
         candidates = {

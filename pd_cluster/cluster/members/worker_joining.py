@@ -32,7 +32,7 @@ Address = tuple[str, int]
 State = Literal["seeking", "opening", "asking", "joined"]
 TICK_S = 0.1
 LEAVE_S = 1.0  # the longest wait for the scheduler's answer to Leave
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # short: a new scheduler makes requests wait for only 3.5 s
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # short, because a new scheduler holds requests for only 3.5 s
 MOST_CUT_ROUNDS = 3  # the search ends after this many rounds in which all addresses listen, but none has a pinned key
 
 
@@ -147,7 +147,7 @@ class WorkerJoining:
             return
         if is_elsewhere:
             self._lines.disconnect(conn)
-            # schedulers are alive, but none admits workers now; the worker serves on until one does
+            # schedulers are alive, but none admits workers now; the worker keeps serving until one does
             if self._was_joined:
                 self._deadline_s = self._clock() + self._timeouts.join_timeout_s
             self.fail(problem)
@@ -169,7 +169,7 @@ class WorkerJoining:
         if self.state != "joined" and now_s > self._deadline_s:
             raise ConfigError(
                 f"{called('join')}: no scheduler has admitted this worker within {called('join_timeout')} "
-                f"{self._timeouts.join_timeout_s:g}; the last attempt was {self._reason}"
+                f"{self._timeouts.join_timeout_s:g}; the last attempt: {self._reason}"
             )
 
 

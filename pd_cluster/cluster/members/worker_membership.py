@@ -323,7 +323,7 @@ class Membership(Roster):
         self._admit(instance.conn)
 
     def _show_awaited(self, instance: Instance) -> None:
-        """Shows the members that the instance waits for, once it has waited for long."""
+        """Shows the members that the instance waits for, once it has waited for a long time."""
         waits_s = asyncio.get_running_loop().time() - self._forming[instance.conn]
         is_late = waits_s > self._timeouts.connect_timeout_s
         self.set_state(instance, "forming", describe_awaited(self.instances, instance) if is_late else "")
@@ -483,7 +483,7 @@ class Membership(Roster):
                 term,
             )
         else:
-            log.warning("%s refuses an order: term %d is later", name, term)
+            log.warning("%s refuses an order: it already follows the later term %d", name, term)
         self.refused(term)
 
 

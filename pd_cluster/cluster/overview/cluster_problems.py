@@ -110,7 +110,7 @@ def _links(instances: Sequence[Instance]) -> list[Problem]:
         Problem(
             "warning",
             f"{prefill.name} gets no images from {encoder.name}, and computes them itself",
-            "the reason says what differs; docs/multimodal.md, Encoders",
+            'the reason says what differs; see "Encoders" in docs/multimodal.md',
             reason=str(prefill.link_to(encoder)),
         )
         for encoder in instances
@@ -128,7 +128,7 @@ def _requests(history: RequestHistory, routing: RoutingConfig) -> list[Problem]:
         text = f"{moved} {_requests_word(moved)} continued on another instance in the last minute"
         found.append(Problem("notice", text, "their answers are complete; the events show which instance was lost"))
     if refused := history.total("refused_per_s", LAST_S):
-        text = f"{refused} {_requests_word(refused)} were refused in the last minute"
+        text = f"the cluster refused {refused} {_requests_word(refused)} in the last minute"
         found.append(Problem("warning", text, "add instances, or change --max-queue-time and the --slo flags"))
     if (sample := history.last_sample()) is not None:
         for name, goal_s, flag in (

@@ -36,7 +36,7 @@ def policy_of(name: str) -> Policy:
 
 
 def _checked(choose: Policy, name: str) -> Policy:
-    """Returns the policy with its faults turned into errors of the request, of which only the log has the details."""
+    """Returns the policy, changed so that its faults end only the request; only the log has the details."""
 
     def chosen(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
         try:

@@ -35,7 +35,7 @@ class PullSources:
     def __init__(self, instances: Sequence[Instance], prompt: Prompt) -> None:
         self._prompt, self._instances = prompt, instances
         self._rate = functools.cache(lambda: best_rate(instances))
-        self._times: dict[tuple[str, int, LinkState], float] = {}  # pulls' times, equal for many targets
+        self._times: dict[tuple[str, int, LinkState], float] = {}  # times of pulls; many targets share one
 
     @functools.cached_property
     def _holders(self) -> list[tuple[int, Instance]]:

@@ -25,8 +25,10 @@ from pd_cluster.types import Leg
 # the most prompt tokens that a decode instance computes itself: more would delay its decoding sequences
 MAX_LOCAL_TOKENS = 256
 ADAPTER_TOKENS = 512  # the cost of loading an adapter, which may evict one that must be loaded again later
-SESSION_SLACK = 2.0  # an instance gets no requests of its sessions while its load exceeds its side's least load
-SESSION_SLACK_TOKENS = 4096  # times SESSION_SLACK, plus this number of tokens
+# An instance gets no requests of its sessions while it has more tokens ahead than SESSION_SLACK times the least on
+# its side, plus SESSION_SLACK_TOKENS.
+SESSION_SLACK = 2.0
+SESSION_SLACK_TOKENS = 4096
 WAKE_SLACK_TOKENS = 4096  # a link at rest is opened only for a pair that has this many fewer tokens ahead
 _MASK = (1 << 64) - 1
 MOST_NAMED = 16  # how many missing instances or links a message names

@@ -122,7 +122,7 @@ def check_goals(
 
 
 def within_tpot(goals: Goals, instances: Sequence[Instance]) -> list[Instance]:
-    """Returns the instances without decode instances that are already too slow, or all if no decode instance is fast
+    """Returns all instances except decode instances that are already too slow; returns all if none is fast
     enough.
     """
     if not goals.tpot_s:

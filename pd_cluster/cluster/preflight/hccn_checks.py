@@ -21,7 +21,7 @@ from ranktable_tools.npu import hccn_tool, parse_hccn_tool
 CALL_S = 20.0  # hccn_tool's pings wait for three answers, each of which may take seconds
 BUSY_AGAIN_S = 0.2  # no event reports that the tool is free again
 PINGS_S = 300.0  # the time for all pings of one card
-NUM_AT_ONCE = 8  # cards of an Atlas A2 host
+NUM_AT_ONCE = 8  # an Atlas A2 host has this many cards
 BUSY, DENIED = "hccn_tool is busy", "permission denied"
 UNPROVED = ("Init", "Detect ip set")  # states of -net_health without a result of the detection
 _NOT_SUPPORTED = re.compile(r"not support", re.IGNORECASE)  # the query is not available

@@ -71,7 +71,7 @@ def check_between(
     """Checks pairs with one end on this host, in the order of the table, which all hosts follow.
 
     Each host waits for the other end of its next pair; the common order prevents circular waits. If a host does not
-    connect, it is not waited for again.
+    connect, its other pairs fail without a wait.
     """
     found: list[Finding] = []
     absent: set[str] = set()

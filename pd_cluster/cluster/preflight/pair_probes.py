@@ -129,7 +129,7 @@ def send_blocks(source: RankEndpoint, target: RankEndpoint, num_transfers: int) 
 
 
 def _begin(ends: Mapping[tuple[str, int], RankEndpoint], device: str) -> dict[str, str]:
-    """Starts all processes together. Returns instance -> reason for each instance that cannot take part."""
+    """Starts all processes together. Returns instance -> reason for each instance that cannot be checked."""
     broken: dict[str, str] = {}
     devices: dict[tuple[str, int], str] = {}
     for end in ends.values():

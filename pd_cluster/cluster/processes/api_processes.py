@@ -205,7 +205,7 @@ class ApiProcesses:
             api.tell(Stop())
 
     async def finish(self, hurry: asyncio.Event) -> None:
-        """Waits until all processes have ended, and kills those that do not end. Tells them when `hurry` is set."""
+        """Waits until all processes have ended, and kills those that do not. `hurry`: makes them end sooner."""
         if not self._is_stopping:  # the scheduler has failed
             self.drain()
         ended = asyncio.ensure_future(self._ended())

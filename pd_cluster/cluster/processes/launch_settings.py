@@ -24,8 +24,7 @@ class Launch:
     """A cluster to start. `arguments` are flags of `pd-cluster serve` for every instance.
 
     `in_effect` also has the flags of their --config file, which must not appear on a command line: the file may contain
-    secrets. `model`:
-    "" for the shipped model.
+    secrets. `model`: "" for the shipped model.
     """
 
     model: str = ""

@@ -228,7 +228,7 @@ class Cluster:
         import httpx  # not at module level, where every child process would import it, too
 
         deadline_s = time.monotonic() + timeout_s
-        # The certificate names the host that clients use, not this address, and the request carries no secret.
+        # No verification: the certificate names the host that clients use, not this address; requests carry no secret.
         way = httpx.AsyncHTTPTransport(uds=self.launch.uds or None, verify=False, trust_env=False)
         encoders = httpx.AsyncClient(timeout=5, trust_env=False, verify=False)
         async with httpx.AsyncClient(timeout=5, transport=way) as schedulers, encoders:
@@ -473,7 +473,7 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
     body += f', "model": "{launch.model_name}"}}' if launch.model or launch.served_model_names else "}"
     key = " -H 'Authorization: Bearer KEY'" if launch.has_keys else ""
     pids = " ".join(str(cluster.pid_of(name)) for name in launch.scheduler_names)
-    again = f"{launch.key_file} is read again at: kill -HUP {pids}\n" if launch.key_file else ""
+    again = f"to reread {launch.key_file}: kill -HUP {pids}\n" if launch.key_file else ""
     others = f"other schedulers: {', '.join(launch.urls[1:])}; each one's admin port is its public port + 1\n" * (
         launch.num_schedulers > 1
     )

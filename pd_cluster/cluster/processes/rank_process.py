@@ -67,7 +67,7 @@ class RankProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; negative: the signal that ended it. None while it runs, and if it is unknown."""
+        """The exit code; negative: the signal that ended it. None while the process runs, or if the code is unknown."""
         return self._process.exit_code if self._process is not None else None
 
     async def start(self) -> None:

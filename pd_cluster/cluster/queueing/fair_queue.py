@@ -79,7 +79,7 @@ class QueueEntry:
 
 
 class SlotShares(NamedTuple):
-    """The number of clients that share the slots, and of the sequences that they have there."""
+    """The number of clients that share the slots, and the number of their running sequences."""
 
     num_clients: int
     num_sequences: int

@@ -124,7 +124,7 @@ def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSp
             names[Names.ENDED] = timeline.error
         legs = list(_legs(timeline, transfer_id))
         parts = [_within(part, start_s, end_s) for part in _parts(legs, end_s)]
-        if not errors[at]:  # then a part without an end is no error: an answer can be complete before its handover is
+        if not errors[at]:  # a part without an end is then no error: an answer can be complete before its handover
             parts = [replace(part, error="") if Names.UNREPORTED in part.attributes else part for part in parts]
         parts.sort(key=lambda part: part.start_s)
         found.append(TraceSpan("attempt", start_s, end_s, names, errors[at], parts=parts))

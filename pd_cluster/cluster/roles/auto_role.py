@@ -132,7 +132,7 @@ def busy(sample: RoleSample, role: Role, rules: Rules, num_fewer: int = 0) -> fl
     if role == "prefill":
         return sum(each.num_prompts for each in seen if not each.is_held_up) / (rules.num_prompts * num)
     num_prompts = sum(each.num_prompts for each in sample.instances if each.role == "prefill")
-    num_waiting = max(0, sum(each.num_waiting for each in seen) - num_prompts)  # the subtracted ones wait for prefill
+    num_waiting = max(0, sum(each.num_waiting for each in seen) - num_prompts)  # without those waiting for prefill
     num_running = sum(each.num_running for each in seen)
     held = sum(each.held_share for each in seen) / num
     return max(held, num_waiting / (rules.num_waiting * num), num_running / (rules.num_running * num))

@@ -58,7 +58,7 @@ class InstanceCost(NamedTuple):
 
         The estimate for decode steps of more sequences may be too high. If the current steps meet the objective, the
         result therefore assumes that steps with any number of sequences take as long as the current ones. So decode
-        instances count as too few only if their current steps exceed the objective, or if seats are short.
+        instances count as too few only if their current steps exceed the objective, or if they have too few seats.
         """
         is_fine = self.decode_step_s and self.decode_step_s <= (goals.tpot_s or math.inf) * self.tokens_per_step
         return self._replace(decode=StepCost(step_s=self.decode_step_s)) if needy == "decode" and is_fine else self

@@ -174,7 +174,7 @@ class RolesByCost:
             return Decision("best", f"{words}, and no other split serves more")
         needy: Needy = "prefill" if best.prefill > split.prefill else "decode"
         after = split.moved(needy)
-        words += f", and {100 * model.served(need, after):.0f} % with {after.prefill} and {after.decode}"
+        words += f", and {100 * model.served(need, after):.0f} % with {after.prefill} and {after.decode} instances"
         if not members.givers(needy):
             return Decision(
                 "last", f"{words}, but no other instance may change: it is the last of its role, or in a unit"
@@ -182,7 +182,7 @@ class RolesByCost:
         if not self._leaves_enough(window, after, needy):
             return Decision("goals", f"{words}, but the remaining instances would miss the objectives")
         if self._gain(window, members, cost, needy) < self.rules.least_gain * self.rules.horizon_s:
-            return Decision("unsure", f"{words}, which does not exceed the cost of the drain and the noise")
+            return Decision("unsure", f"{words}, but this gain does not exceed the cost of the drain and the noise")
         return Decision(needy, words)
 
     def _noise(self, needy: Needy) -> float:
@@ -199,9 +199,9 @@ class RolesByCost:
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns how much more is served within the horizon if an instance changes its role, including its drain.
+        """Returns how much more is served within the horizon if an instance changes its role, counting the drain.
 
-        The unit is the requests that arrive in one second.
+        The result is in units of one second's arrivals.
         """
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))

@@ -25,8 +25,9 @@ MAX_WAITING_TOKENS = 1 << 22
 MOST_RETRY_S = 60  # longer estimates are unreliable
 MEASURED_S = 10.0  # time constant of the counts' decay: an event of this age has the weight 1/e
 SAFE = 0.7  # an expected wait may take up this share of the allowed wait: estimates have errors
-MIN_MEASURED_S = 0.5  # a rate is trusted once requests have waited for this time,
-MIN_MEASURED = 8.0  # and this number of requests has begun
+# a rate is trusted once requests have waited for MIN_MEASURED_S and MIN_MEASURED requests have begun
+MIN_MEASURED_S = 0.5
+MIN_MEASURED = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class AdmissionRate:
     def began(self, num_tokens: int) -> None:
         """Counts a request that begins.
 
-        Older counts are dropped after a pause: a start, a lost instance or an idle hour.
+        Drops older counts after a pause, such as a restart, a lost instance or an idle hour.
         """
         if self._at_s - self._began_s > MEASURED_S:
             self._num_begun = self._num_tokens = self._waited_s = 0.0
@@ -144,7 +145,7 @@ class AdmissionQueue:
         wait_s, limit = self._expected_s(client), self._limit(client, num_tokens, client_timeout_s)
         if wait_s > SAFE * limit.most_s:
             raise Overloaded(
-                f"the server is busy: a wait of {wait_s:.2g} s is expected, which exceeds {limit.name}",
+                f"the server is busy: the expected wait of {wait_s:.2g} s is too long for {limit.name}",
                 _retry_s(wait_s, limit.most_s),
             )
 

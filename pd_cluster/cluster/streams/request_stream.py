@@ -151,7 +151,7 @@ class RequestStream:
     # precede it
     weight_marks: list[tuple[str, list[int]]] = field(default_factory=list)
     deaths: list[Death] = field(default_factory=list)  # losses that ended its attempts
-    num_moves: int = 0  # attempts that ended because their instance was being drained, or had stalled
+    num_moves: int = 0  # attempts that ended because of a drain, a pause, a full instance or a stall
     num_full: int = 0  # consecutive attempts that found an instance full
     full_until_s: float = 0.0  # it waits for capacity until this time
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, for each of `legs`

@@ -18,7 +18,7 @@ from pd_cluster.types import RequestSpec
 TAKEN = "another reader has taken this stream over"
 
 StreamCallback = Callable[[RequestStream], None]
-Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # the last three: of kept streams
+Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # the last three are for kept streams
 
 
 class StreamEnd(NamedTuple):

@@ -26,7 +26,7 @@ class TenantCounts:
         self._numbers: dict[str, int] = {}
 
     def ended(self, tenant: str, outcome: Outcome) -> None:
-        """Counts a finished request by its outcome."""
+        """Counts a request that has ended, by its outcome."""
         self._add(f"tenant_{outcome}", tenant, 1)
 
     def limited(self, tenant: str, limit: Limit) -> None:

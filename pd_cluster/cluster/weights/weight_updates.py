@@ -60,8 +60,7 @@ class RequestControl(Protocol):
 @dataclass(frozen=True, slots=True)
 class WeightRules:
     """`root`: the folder that contains all versions. `base`: the model's folder. `hosts`: the trainers' addresses;
-    None:
-    any. `received`: the folder for tensors; None: `root`.
+    None: any. `received`: the folder for tensors; None: `root`.
     """
 
     root: Path

@@ -58,9 +58,7 @@ def _message_handler_of(
     return hear
 
 
-def on_rank_lost(
-    size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str
-) -> None:
+def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str) -> None:
     """Stops the engine's loop.
 
     A loop that waits for the lost rank never finishes its round, so a timer also ends the process. Nothing else would

@@ -83,7 +83,7 @@ class ContextIndex:
         """Adds the next positions: for each length the hashes of their contexts, [num_places]."""
         num_places, at = len(hashes[0]), self.stop - self.first
         numbers = np.arange(num_places, dtype=np.uint64)
-        opens, closes = np.ones(num_places, bool), np.ones(num_places, bool)  # is it a bucket's first, its last?
+        opens, closes = np.ones(num_places, bool), np.ones(num_places, bool)  # whether each begins or ends its bucket
         for heads, links, values in zip(self._heads, self._links, hashes, strict=True):
             # Sort by bucket, then by position, as plain integers; a stable sort of indices takes several times as long.
             ranked: Hashes = (values >> np.uint64(self.shift) << np.uint64(32)) + numbers
@@ -124,7 +124,7 @@ class IndexedText:
             self.nbytes += 4 * num_more
 
     def put_index(self, at: int, first: int, capacity: int) -> ContextIndex:
-        """Inserts an empty index, for the positions from `first` on, at number `at` in the list of indexes."""
+        """Inserts an empty index, for the positions from `first` on, at place `at` in the list of indexes."""
         index = ContextIndex(self.lengths, first, capacity)
         self.indexes.insert(at, index)
         self.nbytes += index.nbytes

@@ -21,7 +21,7 @@ class Drafter(Protocol):
     """
 
     name: str
-    costs: StepCosts | None = None  # the time of one draft for this many sequences; None: negligible
+    costs: StepCosts | None = None  # the time of one draft, by number of sequences; None: negligible
     needs_blocks: bool = False  # its KV is in the sequences' blocks, so it makes no drafts in steps that move blocks
 
     def is_for(self, request: Request) -> bool:

@@ -29,9 +29,9 @@ class _Outputs:
 class EarlierOutputs:
     """Outputs in the order in which they ended. The oldest outputs of the least recently used scope are dropped first.
 
-    A draft from an old output is also part of the newer output that accepted it, so the order of ends is also the order
-    of use, and no times of use are stored. One text takes at most a quarter of `most_nbytes`; the owner drops texts
-    when the total is exceeded.
+    Times of use are not stored: if a sequence accepts a draft from an old output, the same tokens are also in its own,
+    newer output, so the oldest outputs can be dropped. One text takes at most a quarter of `most_nbytes`; the owner
+    drops texts when the total is exceeded.
     """
 
     def __init__(self, lengths: Sequence[int], reach: int, most_nbytes: int) -> None:

@@ -111,7 +111,7 @@ class _Follower:
 class PairIndex:
     """Finds the positions after each pair of successive tokens in a prediction.
 
-    Each look-up indexes one more part of it.
+    Each look-up indexes one more part of the prediction.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:

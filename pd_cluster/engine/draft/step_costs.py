@@ -17,7 +17,7 @@ SIZES: tuple[int, ...] = (
 )
 WEIGHT = 0.2  # the weight of the newest step
 MAX_AGE_STEPS = 512  # a size that has not been measured for this many steps is measured again
-FIRST_MAX_AGE_STEPS = 64  # the same after one measurement, which other work may have slowed; each one doubles it
+FIRST_MAX_AGE_STEPS = 64  # the same after one measurement, which other work may have slowed; further ones double it
 NUM_TRIED = 3  # first steps of a size; only the fastest counts, because the first one initializes and any may be slow
 TRIED_FACTOR = 2  # sizes of up to this many times the largest known size may be tried
 NEVER = float("inf")
@@ -28,7 +28,7 @@ class StepCosts:
 
     An unknown size is interpolated linearly between its neighbours. Sizes above the largest known one are extrapolated
     from the last two, up to TRIED_FACTOR times as many rows; beyond that, the estimate is infinite, so that a wrong
-    guess costs little. Sizes below the smallest known one take as long as it.
+    guess costs little. A size below the smallest known one is assumed to take as long as that one.
     """
 
     def __init__(self) -> None:

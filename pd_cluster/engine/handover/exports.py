@@ -165,7 +165,7 @@ class Exports:
         if not self.is_valid_credit(conn, credit):
             self.abort(export.request)
             wanted = ", ".join(map(str, credit.first_tokens))
-            self._ended(export.request, f"{export.request.peer} sent invalid first tokens: {wanted}")
+            self._ended(export.request, f"{export.request.peer} sent a credit from invalid tokens on: {wanted}")
         else:
             export.state = ExportState.STREAMING
             for each, first_token in zip(export.progress, credit.first_tokens, strict=True):
@@ -249,7 +249,10 @@ class Exports:
                     self._revoke(export)
                 reason = f"{export.request.peer} {what} within {limit_s:g} s"
                 if awaiting:
-                    reason = f"the link to {export.request.peer} is at rest, and D had no room within {limit_s:g} s"
+                    reason = (
+                        f"the link to {export.request.peer} is at rest, and the decode instance had no capacity to "
+                        f"open it within {limit_s:g} s"
+                    )
                 self._ended(export.request, None if handed_over else reason)
 
     # ---- internal

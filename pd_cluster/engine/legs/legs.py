@@ -41,7 +41,7 @@ class Legs:
 
     @classmethod
     def of(cls, context: HandoverContext, core: EngineCore, limits: EngineLimits, terms: HandoverTerms) -> Legs:
-        """Builds the legs of a worker, with no leg begun."""
+        """Builds the object for a worker that has no legs yet."""
         clock, table = context.clock, LegTable()
         output_batcher, notes = OutputBatcher(context.post, context.tracer, clock), LegNotes(context.note, clock)
         records = leg_records(table, output_batcher, clock)

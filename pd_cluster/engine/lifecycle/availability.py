@@ -34,7 +34,7 @@ class Availability:
     def is_closed(self) -> bool:
         """Whether the worker drains and takes no more requests.
 
-        This is so once all senders of requests know of the drain or are gone, or while the worker sleeps.
+        A draining worker takes no more once all senders of requests know of the drain or are gone, or if it sleeps.
         """
         is_deserted = not self.schedulers or not self._clients
         return self.drain.has_begun and (is_deserted or self.drain.is_heard or bool(self.sleep.closed))

@@ -68,7 +68,7 @@ class EngineWeights:
             self.status = replace(self.status, **changes)
 
     def wish(self, version: WeightVersion) -> None:
-        """Requests a version. An earlier one than the one that is held is ignored."""
+        """Requests a version. Ignores it if it is older than the last requested version."""
         if version.epoch == self.epoch:  # perhaps under another name
             self._report(held=version)
         elif self._source is None:
@@ -109,7 +109,7 @@ class EngineWeights:
             return
         self._source.load(version)
         self._report(held=version, lacks="")
-        log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)
+        log.info("loaded weights %s (version %d) in %.2f s", version.name, version.epoch, time.monotonic() - started_s)
 
     def _look(self, version: WeightVersion) -> None:
         """Looks for a version's files, on this host and at other processes. The load reports why none were found."""

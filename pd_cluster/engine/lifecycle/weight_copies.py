@@ -1,4 +1,4 @@
-"""An instance's own copies of versions whose files are not on its host, in a folder below the temporary one.
+"""An instance's own copies of versions whose files are not on its host, in a folder below the temporary folder.
 
 This process removes the folder when it ends. The folder of a killed process remains, but its lock is free; the next
 process of this user that makes such a folder removes it. Knows nothing of where copies come from.
@@ -20,7 +20,7 @@ PREFIX, LOCK = "pd-cluster-copies-", "lock"
 
 
 class WeightCopies:
-    """Any thread may call the methods, but only one at a time those that change the copies."""
+    """Any thread may call the methods, but only one thread at a time may call those that change the copies."""
 
     def __init__(self, root: Path | None = None) -> None:
         """`root`: the folder for all copies; None: the system's temporary folder."""

@@ -39,25 +39,22 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
 class Step(RankMessage, frozen=True, omit_defaults=True):
     """A StepInput of model/inputs/step_input.py, as little-endian int64 values.
 
-    `rope_positions`, `adapters`, `virtual`, `leaders` and `keeps` are empty where the StepInput has None. `further`:
-    for each further group, the number of blocks of each sequence, and the blocks. `unit_rows`: the rows of each member
-    of the unit, if there is a unit. `is_ahead`: no host knows the input ids yet, so rank 0's device broadcasts them.
-    `by_layers`: all ranks track their progress layer by layer.
+    `rope_positions`, `adapters`, `virtual`, `leaders` and `keeps` are empty where the StepInput has None.
     """
 
     rows: bytes
     input_ids: bytes
     blocks: bytes
-    is_ahead: bool
-    by_layers: bool
+    is_ahead: bool  # no host knows the input ids yet, so rank 0's device broadcasts them
+    by_layers: bool  # all ranks track their progress layer by layer
     rope_positions: bytes = b""
     adapters: bytes = b""
     images: tuple[StepImage, ...] = ()
     virtual: bytes = b""
     leaders: bytes = b""
-    further: tuple[tuple[bytes, bytes], ...] = ()
+    further: tuple[tuple[bytes, bytes], ...] = ()  # by further group: the sequences' numbers of blocks, and the blocks
     keeps: bytes = b""
-    unit_rows: tuple[int, ...] = ()
+    unit_rows: tuple[int, ...] = ()  # the rows of each member of the unit, if there is a unit
 
 
 class TakePart(RankMessage, frozen=True):

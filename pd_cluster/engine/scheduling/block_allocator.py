@@ -189,7 +189,7 @@ class BlockAllocator:
     def grow_ahead(self, request: Request, num_tokens: int) -> bool:
         """Takes blocks for the request's next `num_tokens` tokens.
 
-        Returns False if blocks are short or one must be copied.
+        Returns False if there are too few blocks, or if one must be copied.
         """
         lacks = self._lacks(request, request.num_computed_tokens + num_tokens)
         for each, num_blocks, copied in lacks:

@@ -19,7 +19,7 @@ class Hit(NamedTuple):
     """The beginning of a request that the prefix cache has: `num_blocks` blocks of tokens.
 
     `tables`: for each group, the cached blocks, without those that its window has passed; for a state, the block of the
-    state after this beginning. `num_known`: how many blocks would be cached if states were ignored.
+    state after this beginning. `num_known`: how many blocks would be found if states were ignored.
     """
 
     num_blocks: int
@@ -30,8 +30,8 @@ class Hit(NamedTuple):
 class Holdings:
     """The blocks of all requests.
 
-    `prefix` None: there is no prefix cache. The first group's blocks have the log of contents and the lower tiers.
-    Lower tiers exist only if there is one group.
+    `prefix` None: there is no prefix cache. Only the first group's pool has a log of its contents and lower tiers, and
+    it has lower tiers only if there is no other group.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Holdings:
         return Hit(num_blocks, tables, num_known)
 
     def _longest(self, request: Request, most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
-        """Returns the largest number of first blocks after which each group has all that later tokens attend to."""
+        """Returns the largest number of blocks such that each group has all blocks that tokens after them attend to."""
         num_blocks = most
         while num_blocks:
             unknown = [self._last_unknown(each, request, num_blocks) for each in groups]
             if not (found := [at for at in unknown if at is not None]):
                 break
-            num_blocks = min(found) // step * step  # any longer beginning also needs this block
+            num_blocks = min(found) // step * step  # any longer beginning would also need the missing block
         return num_blocks
 
     def _last_unknown(self, group: GroupHoldings, request: Request, num_blocks: int) -> int | None:
@@ -132,10 +132,10 @@ class Holdings:
         return self.hashes(request, num_tokens // self.block_size)
 
     def missing_below(self, request: Request, num_cached: int) -> list[int]:
-        """Returns which of the request's cached blocks lower tiers lack; a block that is reused is worth keeping there.
+        """Returns the indices of the request's cached blocks that both host memory and some lower tier lack.
 
-        Blocks of common beginnings are never evicted, so lower tiers would never get them. Without these blocks, the
-        blocks after them could not be used.
+        A block that is reused is worth keeping there. Blocks of common beginnings are never evicted, so lower tiers
+        would otherwise never get them, and the blocks after them could not be used.
         """
         tier = self.blocks.tier
         if tier is None or not tier.lower or not num_cached:

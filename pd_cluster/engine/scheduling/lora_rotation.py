@@ -1,8 +1,8 @@
 """Chooses the LoRA adapters of a step if more are needed than a step may have. Uses only integers.
 
 Adapters take turns: those that have waited longest come first, and a new one comes after all others. So each of V
-needed adapters takes part at least once in ceil(V / most) steps, even if others arrive in the meantime. Requests
-without an adapter take part in every step.
+needed adapters is chosen at least once in ceil(V / most) steps, even if others arrive in the meantime. Requests
+without an adapter can be in every step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class StepAdapters:
         return not digest or digest in self._chosen
 
     def admits(self, request: Request) -> bool:
-        """Whether a request that enters may take part.
+        """Whether an entering request may be in this step.
 
-        If so, and its adapter is new to the step, takes a free place for it.
+        If so, and if its adapter is not chosen yet, takes a free place for the adapter.
         """
         if self.has(request):
             return True

@@ -165,9 +165,9 @@ class StepScheduler:
         return self._holdings.prompt_hashes(request)
 
     def _begin_moves(self, moves: list[Move]) -> list[Move]:
-        """Directs the moves of blocks that are evicted or loaded from now on to `moves`.
+        """From now on, collects the moves of evicted and loaded blocks in `moves`.
 
-        Earlier moves must have been made.
+        All earlier moves must already have been made.
         """
         if self.blocks.tier is not None:
             self.blocks.tier.begin(lambda kind, source, target: moves.append(Move(kind, source, target)))
@@ -314,8 +314,8 @@ class StepScheduler:
         It follows the rules of `plan`. A sequence whose next token is still being chosen computes that token in this
         step. Sequences in `leaving` end with that token: their places are free, but not yet their blocks. Returns None
         if `plan` must plan the step, once the tokens are known. Possible reasons: a sequence may not go ahead, or gives
-        way; a block must be copied or swapped; blocks are short, or the first waiting request needs blocks that will
-        soon be freed; the model has states.
+        way; a block must be copied or swapped; there are too few blocks; the first waiting request needs blocks that
+        will soon be freed; the model has states.
         """
         if self._holdings.states is not None:
             return None
@@ -476,9 +476,10 @@ class StepScheduler:
         return self._whole(request, num_tokens, budget)
 
     def _whole(self, request: Request, num_tokens: int, budget: int) -> int:
-        """Returns fewer tokens, or more within the budget, if a chunk would end inside an image.
+        """Returns `num_tokens`, or another number of tokens if the chunk would end inside an image.
 
-        0: the chunk would begin with an image whose rest exceeds the budget.
+        The chunk then ends before the image. If it begins with the image, it has the image's rest if the budget allows
+        that, and otherwise no tokens.
         """
         if not self._keeps_images_whole:
             return num_tokens

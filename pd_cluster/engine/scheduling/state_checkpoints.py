@@ -32,7 +32,7 @@ class Checkpoints:
     def __init__(self, holdings: Holdings, rule: KeepRule) -> None:
         self._holdings, self._rule = holdings, rule
         self._size = holdings.block_size
-        self._parting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens
+        self._parting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens before a request diverges
         self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # content of the last kept state
         self.taken: list[int] = []  # blocks to which a planned step copies states
         self.is_on = rule.mode != "none" and holdings.states is not None and holdings.prefix is not None

@@ -1,8 +1,8 @@
-"""Decides when a decode step waits: for a sequence that joins soon, or for many of a batch if no answer is urgent.
+"""Decides when a decode step waits: for one sequence that joins soon, or for many of a batch that is not urgent.
 
-The cost of a step is that of reading the weights, plus a part per sequence, so fuller steps cost less per token.
-Waiting pays only if prefill computes on the same cores, which the caller determines; a separate device would just be
-idle. This module has no clock of its own.
+A step takes the time to read the weights, plus a time per sequence, so fuller steps cost less per token. Waiting pays
+only if prefill computes on the same cores; a separate device would just be idle. The caller determines whether that is
+so. This module has no clock of its own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Protocol
 
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 
-MAX_INCOMING = 2  # a step waits if there are more incoming requests than this per running sequence
+MAX_INCOMING = 2  # a step waits only if more requests than this are incoming per running sequence
 MAX_LANDING_DELAY_SHARE = 0.25  # the longest delay for a landing, as a share of a step; shorter if many sequences run
-MAX_LANDING_DELAY_S = 0.02  # the longest such delay; only a token and two messages are missing
+MAX_LANDING_DELAY_S = 0.02  # the same in seconds; a step waits only for a last token and two messages
 MAX_WAIT_S = 2.0  # after this time without a landing, steps are not delayed until there is another
 
 
@@ -29,8 +29,8 @@ class PendingLandings(Protocol):
 class StepDelay:
     """Delays steps while many sequences of a batch are incoming.
 
-    The fewer sequences run, the more a delay pays. Near the end of a batch few are still incoming, so steps no longer
-    wait, and the last answer is hardly delayed.
+    The fewer sequences run, the more a delay pays. Near the end of a batch only few sequences are still incoming, so
+    steps no longer wait, and the last answer is hardly delayed.
     """
 
     def __init__(self, scheduler: StepScheduler, coming: PendingLandings, clock: Callable[[], float]) -> None:
@@ -41,7 +41,7 @@ class StepDelay:
     def waits(self) -> bool:
         """Whether the next step waits.
 
-        It never waits if it has prompts, if its requests are not all of one batch, or if blocks are short.
+        It never waits if it has prompts, if its requests are not all of one batch, or if a request waits for admission.
         """
         if self._coming.num_landings != self._num_landings:
             self._num_landings, self._landed_s = self._coming.num_landings, self._clock()
@@ -65,11 +65,11 @@ class ExpectedLanding(Protocol):
 
 
 class LandingWait:
-    """Delays a step a little, so that a sequence whose KV cache has already arrived can take part in it.
+    """Delays a step a little, so that it can include a sequence whose KV cache has already arrived.
 
-    Without the delay, the sequence would have to wait until the end of this step, and get its second token from the
-    next. So the sequence gains at most the time of a step, and the running sequences together lose no more than that. A
-    step that would have to wait longer begins at once. No two steps wait for the same transfer.
+    Without the delay, the sequence would get its second token only from the step after this one. So the sequence gains
+    at most the time of a step, and the delay is limited so that all running sequences together lose no more. If the
+    sequence is expected later than that, the step begins at once. No two steps wait for the same transfer.
     """
 
     def __init__(self, imports: ExpectedLanding, clock: Callable[[], float]) -> None:

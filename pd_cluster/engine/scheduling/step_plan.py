@@ -12,7 +12,7 @@ MAX_POOLING_CHUNK = 256  # tokens of a pooled prompt in one step
 
 
 def pooling_chunk_of(max_num_batched_tokens: int, block_size: int) -> int:
-    """Returns how many tokens a pooled prompt's chunks have, except the last: whole blocks if half a step fits one."""
+    """Returns the size of a pooled prompt's chunks except the last: whole blocks if one fits into half a step."""
     most = max(1, min(MAX_POOLING_CHUNK, max_num_batched_tokens // 2))
     return most // block_size * block_size or most
 
@@ -60,8 +60,8 @@ class Move(NamedTuple):
 class StepPlan:
     """A planned step.
 
-    `chunks`: (request, tokens to compute now). `moves` are made first, in this order. The requests in `preempted` and
-    `admitted` changed between the scheduler's lists during planning.
+    `chunks`: (request, tokens to compute now). `moves` are made first, in this order. During planning, the requests in
+    `preempted` and `admitted` moved between the scheduler's lists.
     """
 
     chunks: list[tuple[Request, int]] = field(default_factory=list)

@@ -120,7 +120,7 @@ class StageChain:
 
     def enter(self, conn: str, submit: wire.Submit, closed: str, first: int = 0) -> None:
         """Begins a leg unless a stage from `first` on holds it. `closed`: why another instance should take it."""
-        if not closed and (why := self._weights.refusal(submit.weights_epoch)):  # a report is coming
+        if not closed and (why := self._weights.refusal(submit.weights_epoch)):  # the scheduler soon learns the epoch
             self._legs.end_unbegun(conn, submit, why, is_full=True)
             return
         for stage in self.stages[first:]:

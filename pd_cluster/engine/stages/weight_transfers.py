@@ -32,7 +32,7 @@ from pd_cluster.net.payload_channel import PayloadError, PayloadReceiver, Payloa
 
 log = logging.getLogger(__name__)
 
-MOST_MORE_NBYTES = 64 << 20  # of a version's files in addition to its tensors, which have as many bytes as the model's
+MOST_MORE_NBYTES = 64 << 20  # the most bytes of a version's files besides tensors, which are as large as the model's
 MOST_FAILED = 1024
 BUSY_S = 0.5  # between requests for a source while all send to others
 MOST_BUSY_S = 3600.0  # the longest search for a source
@@ -115,7 +115,7 @@ class WeightTransfers(Stage):
                 try:
                     self._receive(version, conn, found, check)
                 except (PdClusterError, PayloadError, OSError) as error:
-                    log.warning("%s does not bring weights %s: %s", found.source, version.name, error)
+                    log.warning("%s did not deliver weights %s: %s", found.source, version.name, error)
                     failed.append(found.source)
                 else:
                     self._ends.send(conn, wire.SeekWeights(version.epoch, is_over=True))

@@ -145,7 +145,7 @@ class Preloader:
 
     @classmethod
     def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
-        """Returns the preloader whose socket the process that started this one has passed on, if any."""
+        """Returns the preloader whose socket this process has inherited from the process that started it, if any."""
         try:
             number = int(env[VARIABLE])
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -224,7 +224,7 @@ class Fork:
     def fileno(self) -> int:
         """Returns a descriptor to wait for.
 
-        It is readable when `accept` can read or, once the rank runs, when it has ended.
+        Until the rank runs, it is readable when `accept` can read; after that, when the rank has ended.
         """
         return self._answers.fileno() if self._pidfd < 0 else self._pidfd
 

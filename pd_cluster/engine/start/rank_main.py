@@ -89,7 +89,7 @@ def import_engine(light: bool) -> None:
 
 
 def prepare(config: WorkerConfig) -> None:
-    """Imports the engine without garbage collection, whose repeated scans take a quarter of the start."""
+    """Imports the engine without garbage collection, whose repeated scans would take a quarter of the start-up time."""
     gc.disable()
     import_engine(light=has_no_driver(config.engine.device))
     gc.freeze()

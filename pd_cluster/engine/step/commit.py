@@ -17,23 +17,21 @@ from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, Tok
 class StepResult:
     """The results of a step.
 
-    `sampled` pairs each sequence with its new tokens, in order. A prompt that is handed over is paired with the first
-    tokens of all its sequences. A beam search has no entries before its end, and then every token of its answer, each
-    paired with one of its beams. `prompts` has each request once. `candidates` are for the instance that takes over a
-    beam search. `ended`: dropped beams. `failed`: sequences that can have no output, each with the reason. `crashed`:
-    sequences whose operator code has failed, each with the reason. `pooled`: requests that end with a vector. Requests
-    that finished, failed, crashed or were pooled hold no blocks any more.
+    Requests that finished, failed, crashed or were pooled no longer hold blocks.
     """
 
     plan: StepPlan
+    # Pairs each sequence with its new tokens, in order. A prompt that is handed over is paired with the first tokens of
+    # all its sequences. A beam search has no entries until it ends; then it has all tokens of its answer, each paired
+    # with one of its beams.
     sampled: list[tuple[Request, TokenOutput]] = field(default_factory=list)
     forked: list[Request] = field(default_factory=list)
-    prompts: list[tuple[Request, PromptOutput]] = field(default_factory=list)
-    candidates: list[tuple[Request, TokenOutput]] = field(default_factory=list)
-    ended: list[Request] = field(default_factory=list)
-    failed: list[tuple[Request, str]] = field(default_factory=list)
-    crashed: list[tuple[Request, str]] = field(default_factory=list)
-    pooled: list[tuple[Request, PooledOutput]] = field(default_factory=list)
+    prompts: list[tuple[Request, PromptOutput]] = field(default_factory=list)  # each request once
+    candidates: list[tuple[Request, TokenOutput]] = field(default_factory=list)  # for handing over a beam search
+    ended: list[Request] = field(default_factory=list)  # dropped beams
+    failed: list[tuple[Request, str]] = field(default_factory=list)  # sequences that can have no output; the reason
+    crashed: list[tuple[Request, str]] = field(default_factory=list)  # whose operator code has failed; the reason
+    pooled: list[tuple[Request, PooledOutput]] = field(default_factory=list)  # requests that end with a vector
 
     def groups(self) -> Iterable[tuple[Request, list[TokenOutput]]]:
         """Returns `sampled`, grouped by sequence, because drafts may give a sequence several tokens."""

@@ -61,7 +61,7 @@ class Runner(Protocol):
         drafts: Drafts = NO_DRAFTS,
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
-        """Returns logits of each chunk's last `num_logit_rows` tokens, hidden states of its last `num_hidden_rows`.
+        """Returns logits of a chunk's last `num_logit_rows` tokens, and hidden states of its last `num_hidden_rows`.
 
         The chunks' rows are in order. The logits of all drafts follow, in the order of their chunks. During the pass,
         the runner calls `on_layer` with the number of layers whose KV of these chunks is already in the pool.

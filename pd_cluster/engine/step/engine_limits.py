@@ -52,7 +52,7 @@ class EngineLimits:
         """Returns one line that says why this engine cannot accept the request, or None."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         if not prompt or sampling.max_tokens < 1:
-            return "a request needs a prompt token and max_tokens of at least 1"
+            return "a request needs at least one prompt token, and max_tokens of at least 1"
         if request.most_tokens > self.max_model_len:
             most = "" if request.pooling is not None else f" and max_tokens {sampling.max_tokens}"
             return (
@@ -62,7 +62,10 @@ class EngineLimits:
         per_token = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
         num_named = sum(map(len, sampling.prompt_logprob_token_ids))
         if len(prompt) * per_token + num_named > MAX_LOGPROB_ENTRIES:
-            return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to return"
+            return (
+                f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to return; at most "
+                f"{MAX_LOGPROB_ENTRIES} logprobs are allowed"
+            )
         if request.order.largest_token_id >= self.vocab_size:
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
         if len(request.order.prediction) > self.max_model_len or not self._are_tokens(request.order.prediction):
@@ -117,7 +120,7 @@ class EngineLimits:
             return "only a hybrid leg without a beam search can be resumed"
         indices = [each.index for each in resumed]
         if len(set(indices)) < len(indices) or not all(0 <= index < request.sampling.n for index in indices):
-            return f"sequences {indices} of {request.sampling.n} cannot be resumed"
+            return f"sequences {indices} cannot be resumed: expected different indices below n, {request.sampling.n}"
         for each in resumed:
             if len(each.output_token_ids) >= request.sampling.max_tokens or not self._are_tokens(each.output_token_ids):
                 return f"sequence {each.index} cannot be resumed: it has ended, or has tokens unknown to the model"
@@ -142,7 +145,10 @@ class EngineLimits:
             return f"token ids in sampling parameters must be in 0 to {self.vocab_size - 1}, and bad_words not empty"
         counts = (sampling.logprobs or 0, sampling.prompt_logprobs or 0, sampling.min_tokens)
         if min(counts) < 0 or max(counts[:2]) > self.vocab_size:
-            return "logprobs, prompt_logprobs and min_tokens must not be negative, or exceed the number of tokens"
+            return (
+                "logprobs, prompt_logprobs and min_tokens must not be negative; the first two must not exceed "
+                f"{self.vocab_size}, the size of the vocabulary"
+            )
         if len(sampling.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
             return f"logprob_token_ids has {len(sampling.logprob_token_ids)} ids; at most {MAX_LOGPROB_TOKEN_IDS}"
         return None
@@ -153,7 +159,7 @@ class EngineLimits:
             return f"token_ids need a pooling of kind logits, not {pooling.kind}" if ids else None
         if not ids or len(ids) > MAX_POOLED_TOKEN_IDS or not self._are_tokens(ids):
             return f"a pooling of logits needs 1 to {MAX_POOLED_TOKEN_IDS} token_ids in 0 to {self.vocab_size - 1}"
-        return "dimensions do not apply to a pooling of logits" if pooling.dimensions is not None else None
+        return "dimensions do not apply to a pooling of logits; omit them" if pooling.dimensions is not None else None
 
     def _are_tokens(self, ids: Sequence[int]) -> bool:
         return largest_id(ids) < self.vocab_size

@@ -65,7 +65,7 @@ class LookAhead:
     ) -> None:
         """`wants_host`, given the requests that chose a token, returns whether the host should plan the next step.
 
-        `is_processed` returns whether the host changes a request's logits; None: it changes none.
+        `is_processed` returns whether the host changes a request's logits; None: the host changes no logits.
         """
         self._runner, self._scheduler, self._wants_host = runner, scheduler, wants_host
         self._is_processed = is_processed

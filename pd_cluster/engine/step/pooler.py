@@ -19,7 +19,7 @@ Doubles = npt.NDArray[np.float64]
 
 MIN_VECTOR_LENGTH = 1e-12  # vectors are divided by at least this length, as in torch's `normalize`
 NO_NUMBERS = np.empty(0, dtype=np.float32)
-NOT_KNOWN = "this model does not return its hidden states, so it cannot embed; use another"
+NOT_KNOWN = "this model does not return its hidden states, so it cannot embed; use another model"
 
 
 class Pooler:

@@ -169,7 +169,7 @@ class MemberConnections:
             what = "data_parallel_size" if key == "size" else key
             return (
                 f"{called(what)}: {name} has {theirs.get(key, 'none')}, but this member of the unit "
-                f"{self.place.name} has {ours.get(key, 'none')}; start all members of a unit with the same"
+                f"{self.place.name} has {ours.get(key, 'none')}; start all members with the same value"
             )
         return ""
 

@@ -255,7 +255,7 @@ class Worker:
             case wire.Abort():
                 self._chain.abort(conn, body)
             case wire.ResetCache(is_external):
-                for stage in self._stages:  # first: `forget` reports what tiers still have
+                for stage in self._stages:  # before `forget`, which reports the contents that tiers still have
                     stage.cache_reset(is_external)
                 self.core.scheduler.forget()
             case wire.Release() | wire.Find() | wire.Attach():

@@ -25,7 +25,7 @@ def dashboard(
     open_it: Annotated[bool, typer.Option("--open", help="Open the link in this machine's browser.")] = False,
     json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Print a link to the dashboard, valid once, for a minute; it begins a browser session of 12 hours."""
+    """Print a link to the dashboard that works once, within a minute. It begins a browser session of 12 hours."""
     from pd_cluster.client.admin_client import Admin
 
     link, works_s = asyncio.run(fetch_link(Admin.find(admin, admin_token_file, os.environ), public))

@@ -84,7 +84,7 @@ class SessionGuard:
     def check_pace(self, request: Request) -> None:
         """Counts a query. Raises Overloaded."""
         if not self.sessions.may_look(request.cookies.get(self.cookie, "")):
-            raise Overloaded(f"this session may query {LOOKS_PER_S:g} times a second")
+            raise Overloaded(f"this session may query at most {LOOKS_PER_S:g} times a second")
 
     def session_of(self, request: Request) -> Session | None:
         return self.sessions.find(request.cookies.get(self.cookie, ""))

@@ -1,4 +1,4 @@
-"""Forwards the playground's chats to the public port, because a page at the admin port may not query another port.
+"""Forwards the playground's chats to the public port, because a page at the admin port cannot query another port.
 
 Sends the page's body unread and unchanged, with the page's API key, which the public port checks.
 """

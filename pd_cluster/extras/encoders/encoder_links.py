@@ -52,11 +52,14 @@ class EncoderTerms:
         for name in ("device", "dtype", "hf_overrides"):
             if (mine := getattr(own, name)) != (its := getattr(others, name)):
                 flag = name.replace("_", "-")
-                return f"the encoder has --{flag} {mine}, the prefill instance --{flag} {its}; start both with the same"
+                return (
+                    f"the encoder has --{flag} {mine}, the prefill instance --{flag} {its}; start both with the same "
+                    f"value"
+                )
         if not set(self.ways) & set(asked.transports):
             return (
-                f"features travel over {' or '.join((SHM, *PAIRS))}, but --kv-transport allows none at both ends "
-                f"(the encoder's is {self.kv_transport}); omit the flag, or run without encoders"
+                f"features need a transport that --kv-transport allows at both ends: {' or '.join((SHM, *PAIRS))} "
+                f"(the encoder has {self.kv_transport}); omit the flag, or run without encoders"
             )
         return ""
 

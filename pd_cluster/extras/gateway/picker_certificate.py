@@ -22,7 +22,7 @@ class Certificate:
         self.pair = self._read()
 
     def renewed(self) -> Pair | None:
-        """Returns the pair if it has changed since the last call. Logs files that cannot be used once."""
+        """Returns the pair if it has changed since the last call. Unusable files are logged once."""
         self._files.refresh()
         if self._files.context is not self._context:
             self._context = self._files.context

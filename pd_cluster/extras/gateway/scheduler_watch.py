@@ -32,7 +32,7 @@ class SchedulerState(NamedTuple):
 
 
 class SchedulerWatch:
-    """Polls schedulers by `addresses`, names or IP addresses; a name stands for all its current addresses. `key` opens
+    """Polls schedulers by `addresses`, names or IP addresses; a name means all its current addresses. `key` opens
     `/load`.
     """
 

@@ -16,7 +16,7 @@ from pd_cluster.commands.file_lock import file_lock
 from pd_cluster.errors import ConfigError
 
 FILE = typer.Option("--file", help="The file that --api-key-file of the scheduler names.")
-AGAIN = "SIGHUP to the scheduler has it read again"
+AGAIN = "SIGHUP makes the scheduler read the file again"
 
 
 def new(
@@ -121,6 +121,6 @@ def remove(
         left = tuple(key for key in known.keys if key.id != key_id)
         if len(left) == len(known.keys):
             there = ", ".join(key.id for key in known.keys[:20]) or "none"
-            raise ConfigError(f"{file}: has no key {key_id!r}; there is {there}")
+            raise ConfigError(f"{file}: has no key {key_id!r}; keys in it: {there}")
         write_key_file(real, KeyFile(known.salt, left))
-    typer.echo(f"{file}: {key_id} is out. {AGAIN}", err=True)
+    typer.echo(f"{file}: {key_id} is removed. {AGAIN}", err=True)

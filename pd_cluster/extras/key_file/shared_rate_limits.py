@@ -137,7 +137,7 @@ class SharedRateLimits:
                 num_tries += 1
                 if time.monotonic() > until_s or (slot in self._stuck and num_tries > QUICK_TRIES):
                     self._stuck.add(slot)
-                    raise Unavailable("another process of this server holds the limits of this key") from None
+                    raise Unavailable("another process of this server has locked this key's limits") from None
                 time.sleep(PAUSE_S if num_tries > QUICK_TRIES else 0)
         self._stuck.discard(slot)
         try:

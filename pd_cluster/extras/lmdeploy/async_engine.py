@@ -31,8 +31,8 @@ GenConfigs = GenerationConfig | list[GenerationConfig] | None  # one for all pro
 class AsyncEngine:
     """Ready when constructed. May be called from any thread, and `generate` from any event loop.
 
-    `prefill` and `decode` are numbers of worker processes that do the work; without them this process works or, if `tp`
-    is above 1, one worker process of each kind.
+    `prefill` and `decode` are numbers of worker processes that do the work; without them, this process does it or, if
+    `tp` is above 1, one worker process of each kind.
     """
 
     def __init__(

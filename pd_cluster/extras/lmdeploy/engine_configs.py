@@ -232,7 +232,7 @@ def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:
             raise ConfigError(f"{owner}.kv_bits 4: only with quant_policy=4, not {policy}")
         return "int4"
     if policy == 4:
-        log.info("quant_policy 4: the KV cache has 8 bits, as documented; later versions mean 4 bits: kv_bits=4")
+        log.info("quant_policy 4: the KV cache has 8 bits, as documented; for later versions' 4 bits give kv_bits=4")
     return KV_CACHE_DTYPES[policy]
 
 

@@ -44,7 +44,7 @@ NOT_HERE = {
 @checks_names
 @dataclass
 class GenerationConfig:
-    """`top_k` 1 or `do_sample` False, whatever `top_k`, chooses the most likely token; `top_k` 0 samples from all
+    """`top_k` 1, or `do_sample` False with any `top_k`, chooses the most likely token; `top_k` 0 samples from all
     tokens.
 
     `max_new_tokens` None: as many as fit the context. The `n` answers to each prompt are in `Response.choices`; greedy
@@ -125,7 +125,7 @@ def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple
     stops, stop_ids = _stops([*(config.stop_words or []), *ends], tokenizer)
     stop_ids += config.stop_token_ids or []
     fields |= {"stop": stops, "stop_token_ids": list(dict.fromkeys(stop_ids))}
-    # Sent even if they are defaults: null for max_tokens means as many as fit, a missing one does not.
+    # Sent even if they are defaults: only an explicit null for max_tokens means as many as fit.
     fields |= {"max_tokens": config.max_new_tokens, "seed": config.random_seed, "min_tokens": config.min_new_tokens}
     if config.do_sample and config.top_k == 1:
         warn("do_sample=True has no effect with top_k 1, the default; give a larger top_k, or 0 for all tokens")

@@ -76,7 +76,7 @@ class Session:
         if self.turns and is_plain != self.is_plain:
             raise RequestError(
                 f"do_preprocess: session {self.session_id} began {'without' if self.is_plain else 'with'} a chat "
-                f"template; keep that until sequence_end",
+                f"template; keep do_preprocess as it is until sequence_end",
                 param="do_preprocess",
             )
         self.is_plain = is_plain

@@ -84,7 +84,7 @@ class Setup:
         return Ready(offline, way, config, num_at_once)
 
     def _config(self) -> BackendConfig:
-        """Returns the configuration. For each backend, accepts either one's, because there is only one engine."""
+        """Returns the configuration. Either backend takes the other's, too, because there is only one engine."""
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend {reprlib.repr(self.backend)}: expected {' or '.join(BACKENDS)}")
         if not str(self.model_path):
@@ -146,7 +146,7 @@ class Setup:
             told = f"dp={size}, tp={config.tp}: {size} prefill and {size} decode instances"
             if size == 1:
                 told = f"tp={config.tp}: a prefill and a decode instance"
-            warn(f"{told} of {config.tp} ranks each, both with all weights")
+            warn(f"{told} of {config.tp} ranks each; each instance has all weights")
         try:
             engine, remarks = engine_of(str(self.model_path), config)
             engine = msgspec.structs.replace(_chosen(engine, others), speculation=_speculation(others.get(DRAFTING)))

@@ -73,7 +73,7 @@ class ReloadedFile(Generic[T]):
             self.content = self._read(self.file)
         except ConfigError as error:
             if str(error) != self._problem:
-                log.error("nothing has changed: %s", error)
+                log.error("the last valid content applies: %s", error)
             self._problem = str(error)
             return False
         self._stamp, self._problem = stamp, ""

@@ -89,8 +89,7 @@ def _put(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
 
 
 class Layerwise:
-    """A transformers model in float32 on the CPU whose layers use no memory; embeddings and modules before the layers
-    do.
+    """A transformers model in float32 on the CPU. Its layers use memory only within `layer`; other modules always do.
 
     Raises ModelError for architectures whose layers are not `model.layers`, or whose weights have other names in files.
     """

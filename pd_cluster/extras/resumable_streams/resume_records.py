@@ -32,8 +32,8 @@ NAME_NBYTES = 8  # a record is found by this part of its digest; then the whole 
 class Record:
     """The record of one stream.
 
-    `reader`: a scheduler's connection, or NOBODY, then until `expires_s`. `former`: the scheduler that read the stream
-    when its leg ended, and that now looks for another instance to continue it.
+    `reader`: a scheduler's connection; NOBODY: the record has no reader, and is dropped at `expires_s`. `former`: the
+    scheduler that read the stream when its leg ended, and that now looks for another instance to continue it.
     """
 
     keep: wire.Keep = field(repr=False)
@@ -149,7 +149,7 @@ class Records:
                 record.former = NOBODY
 
     def aborted(self, conn: str, abort: wire.Abort) -> None:
-        """Starts a stream's window when its scheduler aborts a leg that has ended.
+        """Starts the window for resuming a stream when its scheduler aborts a leg that has ended.
 
         The scheduler aborts the leg to continue the stream elsewhere, so the stream's last token is still to come.
         """
@@ -158,7 +158,7 @@ class Records:
             self._leave(record, former=conn)
 
     def leg_ended(self, request: Request) -> None:
-        """Starts the window of a stream whose leg has ended before the stream's last token."""
+        """Starts the window for resuming a stream whose leg has ended before the stream's last token."""
         record = self._of(request)
         if record is not None and not record.is_whole and record.reader != NOBODY:
             self._leave(record, former=record.reader)

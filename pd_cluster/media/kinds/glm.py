@@ -29,7 +29,7 @@ class FrameRules(GridRules, frozen=True):
             height, width = int(height * scale), int(width * scale)
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(
-                f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other; cut it"
+                f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other; crop it"
             )
         tall, wide = round(height / side) * side, round(width / side) * side
         if num_frames * tall * wide > self.max_pixels:

@@ -67,7 +67,9 @@ def internvl(given: FolderFields) -> TileRules:
     per_side = side // _side(given, "patch_size", 14)
     ratio = given.config.get("downsample_ratio", 0.5)
     if ratio != 0.5 or per_side % 2:
-        raise ModelError(f"{given.folder / CONFIG}: downsample_ratio {ratio}: only 0.5, of an even number of patches")
+        raise ModelError(
+            f"{given.folder / CONFIG}: downsample_ratio {ratio}: must be 0.5, and the {per_side} patches a side even"
+        )
     if given.config.get("vision_feature_select_strategy", "default") != "default":
         raise ModelError(f"{given.folder / CONFIG}: vision_feature_select_strategy: only default is supported")
     return TileRules(

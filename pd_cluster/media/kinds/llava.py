@@ -77,7 +77,7 @@ def llava(given: FolderFields) -> ImageRules:
 def _fixed(given: FolderFields, rules: SquareRules) -> SquareRules:
     if given.height_and_width("size", (rules.side, rules.side)) != (rules.side, rules.side):
         raise _other_size(given, "size", rules.side)
-    given.refuse(("do_center_crop",), True, "only with size.shortest_edge")
+    given.refuse(("do_center_crop",), True, "supported only with size.shortest_edge")
     return rules
 
 

@@ -45,7 +45,7 @@ class GridRules(ImageRules, frozen=True):
         """Returns the height and width of a picture for the model. Raises RequestError."""
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(
-                f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other; cut it"
+                f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other; crop it"
             )
         side = self.side
         tall, wide = round(height / side) * side, round(width / side) * side
@@ -103,7 +103,7 @@ class GridRules(ImageRules, frozen=True):
         if min(sides) < 1 or any(side % self.merge_size for side in sides):
             return f"must be multiples of {self.merge_size} patches"
         if image.num_frames != 1 and (self.video is None or image.num_frames != self.video.together):
-            return f"{image.num_frames} frames are not read together"
+            return f"{image.num_frames} frames cannot be read together"
         _, height, width = self.shape(image)
         most = self._most_pixels(image)
         return f"more than {most} pixels" if height * width > most else ""

@@ -20,21 +20,17 @@ FIRST_KEY = 1
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """`model`: one layer, with index `num_hidden_layers` of the target model; it reads `batch.pairs`.
+    """A loaded head. In a chain of drafts, `batch.hidden.states` of its model are the states of the next pair."""
 
-    Its `batch.hidden.states` are the states of the next pair in a chain of drafts. `taps`: see AuxiliaryStates.
-    `project` maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens, hidden_size], once
-    per token. `token_ids`: the tokens of the head's logit columns, [vocab_size of the head] int64; None: those of the
-    model. `identity`: instances with the same head identity and the same weights compute the same keys and values.
-    `is_of_model`: its layers are part of the model's files.
-    """
-
-    model: FusedCausalLM
+    model: FusedCausalLM  # one layer, with index `num_hidden_layers` of the target model; it reads `batch.pairs`
+    # Instances with the same head identity and the same weights compute the same keys and values.
     identity: str
+    # Maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens, hidden_size], once per
+    # token.
     project: Callable[[torch.Tensor], torch.Tensor]
-    taps: tuple[int, ...] = ()
-    token_ids: torch.Tensor | None = None
-    is_of_model: bool = False
+    taps: tuple[int, ...] = ()  # see AuxiliaryStates
+    token_ids: torch.Tensor | None = None  # [vocab_size of the head] int64: tokens of logit columns; None: the model's
+    is_of_model: bool = False  # whether its layers are part of the model's files
 
     def in_model_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Returns logits [num_rows, vocab_size] of the model's tokens; -inf for tokens that the head does not have."""

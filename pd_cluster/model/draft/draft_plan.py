@@ -69,7 +69,7 @@ def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
     own, wanted = int(draft.config["vocab_size"]), int(target.config["vocab_size"])
     if own != wanted:
         raise ConfigError(
-            f"{PLACE}: model: {draft.path} has a vocabulary of {own}, but {target.path} of {wanted}; {WAY_OUT}"
+            f"{PLACE}: model: {draft.path} has a vocabulary of {own} tokens, but {target.path} has {wanted}; {WAY_OUT}"
         )
     if draft.tokenizer_path is None or target.tokenizer_path is None:
         return

@@ -87,8 +87,9 @@ def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
     one, index = _load_layer(plan), len(target.layers)
     if replace(one.caches[0], window=0) != replace(target.caches[-1], window=0):
         raise ModelError(
-            f"{checkpoint.path}: layer {index} caches {one.caches[0]}, but earlier layers cache "
-            f"{target.caches[-1]}; {WAY_OUT}"
+            f"{checkpoint.path}: layer {index} keeps {one.caches[0].num_heads} heads of "
+            f"{[plane.width for plane in one.caches[0].planes]} values, but the layer before it keeps "
+            f"{target.caches[-1].num_heads} of {[plane.width for plane in target.caches[-1].planes]}; {WAY_OUT}"
         )
     one.config.vocab_size = target.config.vocab_size
     ends = replace(
@@ -253,7 +254,7 @@ def _projection(checkpoint: Checkpoint, weights: dict[str, torch.Tensor], dtype:
     weight = form.weight.of({name: each.to(dtype) for name, each in parts.items()} if form is PLAIN else parts, dtype)
     if (shape := tuple(weight.matrix().shape)) != (width, 2 * width):
         raise ModelError(
-            f"{checkpoint.path}: {place}: {list(shape)}, but {[width, 2 * width]} is expected; copy it again"
+            f"{checkpoint.path}: {place}: its shape is {list(shape)}, not {[width, 2 * width]}; copy the file again"
         )
     return ops.linear(weight)
 

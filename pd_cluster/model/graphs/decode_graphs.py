@@ -77,7 +77,7 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, num_seqs: int, num_blocks: int, num_adapted_blocks: int = 0) -> _Parts:
-        """Sizes are in int32 elements; the first three arrays are int64."""
+        """Slices count int32 elements; an element of the first three arrays, which are int64, takes two."""
         adapted = [num_seqs, 3 * num_adapted_blocks] if num_adapted_blocks else [0, 0]
         starts = np.cumsum([0, *[2 * num_seqs] * 3, num_seqs, num_seqs + 1, *adapted, num_blocks]).tolist()
         return cls(*(slice(start, stop) for start, stop in itertools.pairwise(starts)))

@@ -27,7 +27,7 @@ from pd_cluster.model.language_model.causal_lm import CausalLM
 
 log = logging.getLogger(__name__)
 
-TOKENS = (64, 128, 256, 512)  # tokens per graph; steps have fewer, because padding rows write to the last token's row
+TOKENS = (64, 128, 256, 512)  # tokens per graph; steps have fewer, because results of padding take a row
 SEQS = (4, 16, 64)
 Ids = npt.NDArray[np.int32]
 
@@ -222,7 +222,7 @@ class PromptGraphs:
             context_lens=self._of("context_lens", num_seqs + 1),
             block_table=self._there[self._parts.block_table],
             table_starts=self._of("table_starts", num_seqs + 2),
-            query_lens=np.zeros(num_seqs + 1, dtype=np.int64),  # no kernel may use the step's values on the host
+            query_lens=np.zeros(num_seqs + 1, dtype=np.int64),  # zeros: kernels must not use lengths on the host
             host_context_lens=np.zeros(num_seqs + 1, dtype=np.int64),
             pool=self._pool,
         )

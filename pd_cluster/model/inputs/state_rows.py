@@ -1,4 +1,4 @@
-"""Tells where the sequences of a step keep the states of recurrent layers, and which rows advance each state.
+"""Describes where the states of a step's sequences are kept in recurrent layers, and which rows advance each state.
 
 A state is a block of one token: planes of a layer's recurrence and of its convolution, all float32. A segment is a run
 of rows of one sequence. Its rows are computed in order, starting from the state in `block`, and the resulting state is

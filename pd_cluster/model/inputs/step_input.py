@@ -21,7 +21,7 @@ Drafts = Mapping[Request, Sequence[int]]  # draft tokens that follow a chunk of 
 NO_DRAFTS: Drafts = MappingProxyType({})
 NUM_COLUMNS = 6  # columns of StepInput.rows
 KEEP_COLUMNS = 3  # columns of StepInput.keeps
-ONE_BLOCK = 0  # given as the tokens per block for states: a sequence has one block
+ONE_BLOCK = 0  # passed as the tokens per block of a group of states: each sequence has one block
 
 
 class AdapterSlots(NamedTuple):
@@ -43,7 +43,7 @@ NO_SLOTS = AdapterSlots()
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The arrays of a step that every rank needs: sequence i computes `rows[i]` of the tokens in order.
+    """The arrays of a step that every rank needs. `rows[i]` describes sequence i; tokens are in the sequences' order.
 
     `rows`, [num_seqs, NUM_COLUMNS] int64: tokens to compute, tokens computed before, blocks, rows with requested
     logits, the request's maximum length in tokens, and rows with requested final hidden states. The requested rows are
@@ -61,7 +61,7 @@ class StepInput:
     )
     # [num_seqs]: sequences with the same leader share a block table; None: no sequences share one.
     leaders: Ints | None = None
-    num_again: int = 0  # the last sequences recompute one token each; their keys and values are discarded
+    num_again: int = 0  # the last `num_again` sequences recompute one token each, whose keys and values are discarded
     further: tuple[GroupTables, ...] = ()  # the tables of groups 1 and up; `rows` and `blocks` have those of group 0
     # [n, KEEP_COLUMNS], sorted: the index of a sequence, its tokens before its state is copied, the copy's block.
     keeps: Ints | None = None
@@ -146,7 +146,7 @@ def step_input(
     For each request in `again`, the token before its chunk comes last: it is computed once more to give a draft head
     its hidden state, without writing keys and values. `further`: see RowCollector.
 
-    A token after a request's last known token, which only the device has, gets the input id 0.
+    A token that only the device has, after the last one that the host has, gets the input id 0.
     """
     rows = RowCollector(block_size, further)
     for request, num_tokens in chunks:

@@ -134,7 +134,7 @@ def choose_attention(
         if wanted == "triton":
             raise ConfigError(f"{BACKEND} triton: {why}; use auto")
         if is_deterministic:
-            raise ConfigError(f"{DETERMINISTIC}: {why}; remove it")
+            raise ConfigError(f"{DETERMINISTIC}: {why}; remove the setting")
         log.warning("attention runs on SDPA, sequence by sequence, which is slow: %s", why)
         return SDPA
     return triton_attention(is_deterministic)
@@ -182,7 +182,7 @@ def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:
     if wanted != "auto":
         raise ConfigError(f"{BACKEND} {wanted}: {why}; use auto, or sdpa")
     if is_deterministic:
-        raise ConfigError(f"{DETERMINISTIC}: {why}, whose results depend on the batch; remove it")
+        raise ConfigError(f"{DETERMINISTIC}: {why}, which makes results depend on the batch; remove it")
     log.warning("attention runs on SDPA, sequence by sequence, which is slow: %s", why)
     return SDPA
 

@@ -90,7 +90,7 @@ def multipliers_of_granite(config: Any) -> Multipliers:
 
 
 def multipliers_of_minicpm(config: Any) -> Multipliers:
-    """Has no factor of embeddings, because MiniCPM's embedding module applies it."""
+    """Returns no factor of embeddings, because MiniCPM's embedding module applies it."""
     return Multipliers(1.0, config.scale_depth / math.sqrt(config.num_hidden_layers), config.logits_scaling)
 
 
@@ -113,42 +113,29 @@ def if_interleaved(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Quirks:
-    """Differences of an architecture from Llama that its modules do not reveal.
+    """Differences of an architecture from Llama that its modules do not reveal."""
 
-    `adds_one`: norms multiply by 1 + w. `scales_in_float32`: norms round after the multiplication, not before it.
-    `norms`: the names of a layer's norms, by field. `norms_span_heads`: the norms of queries and keys treat all heads
-    as one vector. `window`, `rope`: return, for an attention module, its window and the kind of layer whose rope it
-    uses.
-    `pairs_neighbours`: whether rope rotates feature 2i with 2i + 1, depending on the config; `indexer_pairs`: whether
-    an indexer's rope, with the same tables, does. `turn`: the function that calls the rotary embedding.
-    `caps_scores`: attention applies the config's softcap. `multipliers`: returns the config's factors. In other
-    architectures these config fields may have no effect.
-    `activation`: replaces the config's activation. `mlp`: the name of a layer's second half; `has_second_half`: every
-    layer has one; otherwise a layer is only an attention, a state or an MLP. `router`: the name of a sparse block's
-    router. `interleaves_gates`: the experts' files interleave gates and ups. `embedding`, `last_norm`: the names of the
-    modules before and after the layers.
-    `only_with`: config values that the kernels require. If a version of transformers lacks the field, its modules have
-    that value.
-    """
-
-    adds_one: bool = False
-    scales_in_float32: bool = False
-    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE_EACH_HALF)
-    norms_span_heads: bool = False
-    window: Callable[[Any], int | None] = own_window
-    rope: Callable[[Any], str] = one_rope
+    adds_one: bool = False  # norms multiply by 1 + w
+    scales_in_float32: bool = False  # norms round after the multiplication, not before it
+    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE_EACH_HALF)  # names of a layer's norms, by field
+    norms_span_heads: bool = False  # the norms of queries and keys treat all heads as one vector
+    window: Callable[[Any], int | None] = own_window  # returns the window of an attention module
+    rope: Callable[[Any], str] = one_rope  # returns the kind of layer whose rope an attention module uses
+    # Whether rope rotates feature 2i with 2i + 1, depending on the config.
     pairs_neighbours: Callable[[Any], bool] = never
-    indexer_pairs: bool = False
-    turn: Turn = turn
-    caps_scores: bool = False
-    multipliers: Callable[[Any], Multipliers] = no_multipliers
-    activation: Activation | None = None
-    mlp: str = "mlp"
-    has_second_half: bool = True
-    router: str = "gate"
-    interleaves_gates: bool = False
-    embedding: str = "embed_tokens"
-    last_norm: str = "norm"
+    indexer_pairs: bool = False  # the same for an indexer's rope, which has the same tables
+    turn: Turn = turn  # calls the rotary embedding
+    # In architectures without the next two, the config fields that they read may have no effect.
+    caps_scores: bool = False  # attention applies the config's softcap
+    multipliers: Callable[[Any], Multipliers] = no_multipliers  # returns the config's factors
+    activation: Activation | None = None  # replaces the config's activation
+    mlp: str = "mlp"  # name of a layer's second half
+    has_second_half: bool = True  # False: a layer is only an attention, a state or an MLP
+    router: str = "gate"  # name of a sparse block's router
+    interleaves_gates: bool = False  # the experts' files interleave gates and ups
+    embedding: str = "embed_tokens"  # name of the module before the layers
+    last_norm: str = "norm"  # name of the module after the layers
+    # Config values that the kernels require. If a version of transformers lacks a field, its modules have that value.
     only_with: Mapping[str, float | str] = field(default_factory=dict)
 
 

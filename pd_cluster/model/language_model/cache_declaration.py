@@ -101,7 +101,10 @@ def _check_alike(model_type: str, caches: Sequence[LayerCache]) -> None:
     for index, each in enumerate(caches):
         first = firsts.setdefault(each.window, index) if each.planes else index
         if each.apart_from_index != caches[first].apart_from_index or len(index_planes) > 1:
-            raise ModelError(f"{model_type}: layer {index} keeps {each}, but layer {first} keeps {caches[first]}")
+            raise ModelError(
+                f"{model_type}: layer {index} keeps {each.num_heads} heads of {_widths(each.planes)}, but layer "
+                f"{first} keeps {caches[first].num_heads} of {_widths(caches[first].planes)}"
+            )
         if each.state not in (None, state):
             raise ModelError(f"{model_type}: layer {index} keeps {each.state}, but other layers keep {state}")
 
@@ -231,7 +234,7 @@ def _check_dtype(layout: KVLayout) -> None:
     if layout.has_index and dtype in CODE_BITS:
         raise ConfigError(f"{flag} {dtype}: the index keys of this model cannot be quantized; use auto")
     if layout.has_latents and dtype == "int4":
-        raise ConfigError(f"{flag} int4: latents keep 8 bits or more; use int8 or fp8")
+        raise ConfigError(f"{flag} int4: latents need at least 8 bits; use int8 or fp8")
     if not can_hold(layout.planes, dtype):
         raise ConfigError(f"{flag} {dtype}: vectors of {_widths(layout.planes)} values, an odd number; use int8")
 

@@ -60,8 +60,8 @@ class CausalLM(Protocol):
 
         Fills in the states of `batch.hidden`, if it is set, on every rank; they remain None if the model has no module
         below its output layer. When the call returns on rank 0, all ranks have written to their pools; on accelerators,
-        they have once rank 0's device reaches that point. On other ranks the logits cover only the rank's part of the
-        vocabulary.
+        this holds once rank 0's device has reached that point. On other ranks the logits cover only the rank's part of
+        the vocabulary.
         """
 
     def take_part(self) -> None:

@@ -78,8 +78,8 @@ def why_not_deterministic(model: Any) -> str:
 def fuse(model: Any, ops: Ops, served: Served, share: RankShare | None = None) -> FusedCausalLM:
     """Fuses the model and takes it apart: afterwards `model` has no linear layers and no mapping to its files.
 
-    `served.adapters`: collects the linear layers that can have adapters. `share`: the model is one rank's share, with
-    the share installed; the fused model sums over the ranks by itself.
+    `served.adapters`: collects the linear layers that can have adapters. `share`: the rank's share whose parts are
+    installed in `model`; they are removed here, because the fused model sums over the ranks by itself.
     """
     if share is not None:
         share.remove(model)

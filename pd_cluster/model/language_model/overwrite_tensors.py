@@ -1,7 +1,7 @@
-"""Copies the tensors of one part of a model into those of another part that was made in the same way.
+"""Copies the tensors of a new part of a model into those of an old part that was made in the same way.
 
-The memory of the first part stays where it is, so graphs that were captured with it compute with the new values. Both
-parts are walked together: objects, modules, containers, and values that functions have bound. Knows nothing of models.
+The old part's memory stays where it is, so graphs that were captured with it compute with the new values. Both parts
+are walked together: objects, modules, containers, and values that functions have bound. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from pd_cluster.model.lora.adapted_linear import LinearAdapters, StepRows
 from pd_cluster.model.lora.embedding_adapters import EmbeddingAdapters, Norms
 
-KEPT = (LinearAdapters, EmbeddingAdapters, Norms, StepRows)  # of loaded adapters, which the old part keeps
+KEPT = (LinearAdapters, EmbeddingAdapters, Norms, StepRows)  # objects of loaded adapters, which stay in the old part
 TENSORS = {"_parameters", "_buffers", "_modules"}  # where a module has its parts
 
 

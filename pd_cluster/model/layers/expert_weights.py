@@ -20,7 +20,7 @@ from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
 UNGATED = ("up_proj", "down_proj")  # of experts without gates (Nemotron-H)
-MOST_WAITING = 1 << 20  # values between two products: as many may wait until the ranks join them
+MOST_WAITING = 1 << 20  # the most values between two products that wait until the ranks join their rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _joined(tensors: Sequence[torch.Tensor], outputs: int | None, name: str) -> 
     if outputs is not None:
         return torch.cat(list(tensors), dim=outputs)
     if not all(torch.equal(each, tensors[0]) for each in tensors):
-        raise ModelError(f"an expert's gate and up have different {name}, but their joint product needs one")
+        raise ModelError(f"an expert's gate and up have different {name}, but their joint product needs the same")
     return tensors[0]
 
 

@@ -95,9 +95,9 @@ class Routing:
     """How router logits become weights, all in float32: score the experts, choose `top_k`, then renormalise and scale.
 
     Scores are a softmax over all experts or, with `sigmoid`, sigmoids. `choice_bias` [num_experts] is added only for
-    the choice. The experts form `num_groups` equal groups, and only the `top_groups` best groups take part. Groups are
-    ranked by their best expert or, with `best_two`, by the sum of their two best. With `renormalise`, the chosen scores
-    are divided by their sum plus `epsilon`, or by `least_sum` if that is larger. Finally they are multiplied by
+    the choice. The experts form `num_groups` equal groups, and are chosen only from the `top_groups` best ones. Groups
+    are ranked by their best expert or, with `best_two`, by the sum of their two best. With `renormalise`, the chosen
+    scores are divided by their sum plus `epsilon`, or by `least_sum` if that is larger. Finally they are multiplied by
     `scale`. A softmax over only the chosen logits (gpt-oss) is the same as a renormalised softmax over all.
     """
 
@@ -139,7 +139,7 @@ class Routing:
         return (weights.to(dtype or logits.dtype).float() if self.round_weights else weights), chosen
 
     def _wanted(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the scores by which experts are chosen: minus infinity in groups that take no part."""
+        """Returns the scores by which experts are chosen: minus infinity in groups that are not among the best."""
         wanted = scores if self.choice_bias is None else scores + self.choice_bias
         if self.top_groups == self.num_groups:
             return wanted

@@ -170,7 +170,7 @@ class SparseOps(LatentOps, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norms an indexer's keys [num_tokens, width]; rotates the first features of these and of its queries.
 
-        `queries` [num_tokens, num_heads, width] may be overwritten; their first features are as many as `rope` has.
+        `queries` [num_tokens, num_heads, width] may be overwritten. As many features are rotated as `rope` has.
         """
 
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:

@@ -263,7 +263,7 @@ def _all_logits(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
 
 @contextmanager
 def refusal(model: CausalLM) -> Iterator[None]:
-    """Turns errors that an unknown architecture's own code raises into ModelError, so that they do not crash."""
+    """Raises ModelError in place of the errors that an unknown architecture's own code may raise."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -212,7 +212,7 @@ def load_model(
 def _is_fused(model: Any, checkpoint: Checkpoint, layout: KVLayout, device: Device, attention: Attention) -> bool:
     """Whether fused layers replace transformers' modules."""
     without_kernels = layout.has_latents and device.is_accelerator and not attention.make_ops
-    if without_kernels or checkpoint.is_unproven:  # other types' classes serve unlisted types
+    if without_kernels or checkpoint.is_unproven:  # an unlisted type may use a listed type's class
         return False
     return can_fuse(model) and has_kernels(model, _ops_of(attention))
 
@@ -220,7 +220,7 @@ def _is_fused(model: Any, checkpoint: Checkpoint, layout: KVLayout, device: Devi
 def _check_of(
     plain: PlainCausalLM, layout: KVLayout, device: Device, checkpoint: Checkpoint
 ) -> Callable[[FusedCausalLM], None]:
-    """Computes a model's logits; returns a check that its fused layers give the same. Each may raise ModelError."""
+    """Computes a model's logits; returns a check that its fused layers give the same. Both may raise ModelError."""
     states = layout_of_states(plain.caches)
     layouts, course = ([layout], KEYS) if states is None else ([layout, states], STATES)
     is_long = layout.has_index or states is not None
@@ -258,7 +258,7 @@ def _check_dense(layout: KVLayout, checkpoint: Checkpoint, dtype: str) -> None:
     if layout.has_index:
         raise ConfigError(
             f"{called('dtype')} {dtype}: {checkpoint.model_type} supports sparse attention only in fused layers, which "
-            f"are float32 or, on CPUs that can multiply it, bfloat16; use auto"
+            f"are float32, or bfloat16 on CPUs that can multiply it; use auto"
         )
 
 
@@ -325,8 +325,8 @@ def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:
     """Raises ConfigError if pictures need bidirectional attention, which the attention backend lacks."""
     if attention_backend == "flashinfer" and checkpoint.vision is not None and checkpoint.vision.rules.sees_whole:
         raise ConfigError(
-            f"{called('attention_backend')} flashinfer: this model's pictures need bidirectional attention, which it "
-            f"lacks; use auto"
+            f"{called('attention_backend')} flashinfer: this model's pictures need bidirectional attention, which "
+            f"this backend lacks; use auto"
         )
 
 

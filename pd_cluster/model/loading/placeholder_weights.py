@@ -123,7 +123,7 @@ def _take(weights: Weights) -> dict[str, Tensors]:
 
 
 def _experts_path(places: Iterable[str], path: str) -> str:
-    """Returns the module path of that layer's experts, which may differ from the path in files. Raises ModelError."""
+    """Returns the module path of the experts in a path's layer; the path in files may differ. Raises ModelError."""
     layer = LAYER_OF.match(path)
     found = [place for place in places if layer is not None and place.startswith(layer.group())]
     if len(found) != 1:
@@ -170,7 +170,7 @@ def _leave_placeholders(
     for path, products in held.experts.items():
         experts = named[path]
         if missing := [name for name in products_of(experts) or PRODUCTS if name not in products]:
-            raise ModelError(f"{path}: {missing[0]} is missing in the form of the other product")
+            raise ModelError(f"{path}: {missing[0]} is missing, or not in the form of the other product")
         for name, each in experts.named_parameters():
             if name in products:
                 turned = bool(getattr(experts, "is_transposed", False))

@@ -31,7 +31,7 @@ BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # also for single tokens: see states/
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:(?:original_)?inv_freq|(?:cos|sin)_cached)$")
 LAYER = re.compile(r"(?:^|\.)layers\.(?P<index>\d+)\.")
 NUM_LAYERS = "num_hidden_layers"
-# Layers for speculative decoding, stored after the last layer. transformers has some of their names.
+# The number of layers for speculative decoding, stored after the last layer. transformers ignores some of them by name.
 NUM_FURTHER_LAYERS = "num_nextn_predict_layers"
 
 
@@ -77,9 +77,8 @@ def _check_layers(checkpoint: Checkpoint, model: Any) -> None:
     layer_types, recurrent = set(getattr(model.config, "layer_types", None) or ()), state_modules(model)
     if layer_types - ATTENDING - (OF_HYBRIDS if recurrent else set()):
         raise ModelError(
-            f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full, sliding and indexed attention are "
-            f"supported, and "
-            f"the states of {', '.join(sorted(MODULES))}"
+            f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full, sliding and indexed attention and "
+            f"the states of {', '.join(sorted(MODULES))} are supported"
         )
     for module in recurrent.values():
         limit = getattr(module, LIMIT, None)

@@ -119,7 +119,7 @@ class LowRank:
 
 
 class Addition:
-    """An adapter's part of one layer, without C: one product for the A of all modules, then one for each B."""
+    """An adapter's part of one layer without C kernels: one product for the A of all modules, then one for each B."""
 
     __slots__ = ("_a", "_parts")
 

@@ -72,14 +72,14 @@ class PromptAdapters(SlotTable[PromptFolder]):
         given, layout = folder.tensor.shape[1], self._layout
         if folder.kind == "prompt":
             if given != self._hidden_size:
-                raise ModelError(f"{place}: rows of {given}; this model has {self._hidden_size}")
+                raise ModelError(f"{place}: rows have {given} values; this model has {self._hidden_size}")
             return
         if {plane.name for plane in layout.planes} != {"k", "v"} or layout.width_of("k") != layout.width_of("v"):
             raise ModelError(f"{place}: this model's cache has no plain keys and values, which prefix tuning needs")
         width = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
         if given != width:
             raise ModelError(
-                f"{place}: rows of {given}; this model's keys and values have {width} ({layout.num_layers} "
+                f"{place}: rows have {given} values; this model's keys and values have {width} ({layout.num_layers} "
                 f"layers, {layout.num_kv_heads} heads of {layout.head_dim})"
             )
 

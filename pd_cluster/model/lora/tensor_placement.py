@@ -122,8 +122,8 @@ class TensorPlacement:
             rank = self._folder.settings.rank_of(f"{name}.{part}")
             if pair.rank != num_experts * rank:
                 raise ModelError(
-                    f"{self._numbers.place(name)}: A has {pair.rank} rows; {num_experts} experts of rank {rank} have "
-                    f"{num_experts * rank}"
+                    f"{self._numbers.place(name)}: A has {pair.rank} rows, but {num_experts} experts of rank {rank} "
+                    f"need {num_experts * rank}"
                 )
             whole = self._numbers.pair(f"{name}.{part}", pair)
             a, b = whole.a.view(num_experts, rank, -1), whole.b.view(-1, rank, num_experts)

@@ -122,10 +122,10 @@ class DeviceUnitGroup:
 
 
 def device_end(store: Store, rank: int, size: int, device: Device) -> Any:
-    """Returns the process group of all members' devices. Before, it checks that each member's rank reaches all others.
+    """Returns the process group of all members' devices, once each member has received the ranks of all others.
 
     The first exchange sets up a communicator, with keys in the store. Raises RuntimeError if that fails, and
-    InstanceLost if a rank arrives wrong.
+    InstanceLost if a member receives a wrong rank.
     """
     group = device_group.make_unit(PrefixStore(device.dist_backend, store), rank, size, LOAD_TIMEOUT_S, device)
     own = torch.full((size,), rank, dtype=torch.float32, device=device.torch_name)

@@ -21,7 +21,7 @@ NORM_IN_MLP = "post_mlp_layernorm"  # a norm at the end of A.X-K1's blocks of ex
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """Looks up the ids in this rank's rows, zeros for others; the sum over all ranks has all embeddings."""
+    """Looks up ids in this rank's rows, and returns zeros for others; the sum over ranks has all embeddings."""
 
     def __init__(self, inner: torch.nn.Module, first_id: int, num_ids: int, group: Group) -> None:
         super().__init__()

@@ -4,8 +4,8 @@ The scheme is Megatron's: weights that produce heads or intermediate features ar
 that consume them by columns (`rowwise`). So a layer needs two sums: after attention and after the MLP. With fewer KV
 heads than ranks, KV heads are replicated. Embedding and output layer are split by vocabulary. Layers that round their
 inputs to codes take whole rows (layers/whole_rows.py), so they are split by rows, not by columns. transformers' plans
-cover only a small part of hybrids. A table in this file splits these and, if they keep states, state_heads.py splits
-those by heads.
+cover only a small part of hybrid models. A table in this file splits their attentions and MLPs, and state_heads.py
+splits their recurrent layers by heads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LATENT_STYLES: dict[str, Style] = {
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "whole"),
     "o_proj": "row",
 }
-# Attentions and MLPs of hybrids. "summed": every rank has the whole layer, and its outputs are added up by the sum.
+# Attentions and MLPs of hybrids. "summed": every rank applies the whole layer to its own part of a sum.
 HYBRID_STYLES: dict[str, Style] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_up_proj", "up_proj", "input_linear"), "column"),
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "output_linear"), "row"),
@@ -54,7 +54,7 @@ STACKED = ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear")  #
 NO_FIT = "transformers' plan does not match the shapes of its weights"
 REFUSED = {
     "gpt_neox": "transformers derives the size of a head from the number of heads",
-    "apertus": "its activation has weights that the plan does not know",
+    "apertus": "its activation has weights that the plan does not split",
     "gemma3n_text": "a layer selects activations by the mean over all of them",
     **dict.fromkeys(("gemma4_text", "mimo_v2_flash"), "its layers have different heads"),
     **dict.fromkeys(("cohere", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "olmoe", "phimoe"), NO_FIT),
@@ -192,7 +192,7 @@ class ParallelPlan:
         return layout
 
     def cut(self, key: str, shape: tuple[int, ...], rank: int, takes_whole_rows: bool = False) -> WeightCut:
-        """Returns the cut of a tensor, by its name in the safetensors files. `takes_whole_rows`: true for its layer."""
+        """Returns the cut of a tensor, by its name in the safetensors files. `takes_whole_rows`: its layer does."""
         if key.endswith((*EMBEDDINGS, "lm_head.weight", "lm_head.bias")):
             step = self.local_vocab_size
             start = min(rank * step, self.vocab_size)

@@ -82,7 +82,7 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where an instance's ranks find each other: a file in a folder that only their user can enter."""
+    """The place where an instance's ranks find each other: a file in a folder that only their user can enter."""
 
     path: str
     rank: int
@@ -121,8 +121,8 @@ class GlooGroup:
         return x
 
     def _double(self, x: torch.Tensor) -> None:
-        """Sums by recursive doubling: over pairs, then over pairs of pairs. A step's sums take a fraction of the time
-        of gloo's own.
+        """Sums by recursive doubling: over pairs, then over pairs of pairs. In a step, this takes a fraction of the
+        time of gloo's own sums.
 
         All ranks add the same pairs, and addition is commutative, so they get the same bits.
         """

@@ -89,7 +89,7 @@ def _taken(stored: Any, name: str, part: RankTensors, expert_width: int) -> torc
 
 
 def _is_turned(name: str, shape: tuple[int, ...], width: int) -> bool:
-    """Whether stacked experts are stored transposed: inputs before outputs. `width`: their number of outer features.
+    """Whether stacked experts are stored transposed: inputs before outputs. `width`: hidden_size.
 
     If both dimensions are equal, this cannot be determined; then experts are read unchanged, as in transformers.
     """

@@ -68,5 +68,5 @@ def _why_not(config: EngineConfig, checkpoint: Checkpoint) -> str:
         kind = checkpoint.model_type
         return f"{called('try_unlisted')}: no check would detect that experts of {kind} are spread wrongly; remove it"
     if checkpoint.part_of == WHOLE_TYPE:
-        return f"{checkpoint.path}: {WHOLE_TYPE} has vision experts, which cannot be spread over ranks; remove it"
+        return f"{checkpoint.path}: vision experts of {WHOLE_TYPE} cannot be spread over ranks; remove the setting"
     return ""

@@ -130,9 +130,7 @@ def _checkpoint(path: Path) -> Checkpoint:
             f"{file}: model_type {model_type!r}: without weights, only the types in docs/models.md can be planned"
         )
     if found := next((name for name in QUANTIZERS_FIELDS if config.get(name)), ""):
-        raise ModelError(
-            f"{file}: {found}: the size of quantized weights is known from their files only; give a complete folder"
-        )
+        raise ModelError(f"{file}: {found}: only the files show the size of quantized weights; give a complete folder")
     return Checkpoint(path, config, {}, "", None)
 
 

@@ -34,7 +34,7 @@ def pool_layouts(plan: LoadPlan, caches: Sequence[LayerCache], draft_head: str =
 def check_before_loading(plan: LoadPlan) -> None:
     """Raises ConfigError for settings that a model with states refuses, if this can be decided without weights.
 
-    Modules are built only for a single rank outside a unit: meanwhile transformers changes torch's default dtype, and
+    Modules are built only for a single rank outside a unit: transformers then changes torch's default dtype, and
     several ranks may be threads of one process.
     """
     if plan.checkpoint.model_type not in HYBRID_MODEL_TYPES:

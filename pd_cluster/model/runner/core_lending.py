@@ -1,4 +1,4 @@
-"""Decides, from measured step times, whether a step with few tokens uses lent cores. The caller passes the time.
+"""Decides, from measured step times, whether a step with few tokens uses lent cores. Callers pass the current time.
 
 Memory bandwidth limits such a step, and a few cores nearly saturate it. Each operation of the step waits for its
 slowest thread. So lent cores make the step slower if other programs, or the process's own sending of tokens, sometimes

@@ -41,7 +41,7 @@ def peak_of_a_step(
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{called('max_num_batched_tokens')} {num_tokens}: a step of this many tokens does not "
-            f"fit {device.torch_name} in addition to the weights; give fewer, or more devices"
+            f"fit {device.torch_name} in addition to the weights; lower it, or give more devices"
         ) from error
     del logits
     of_pools = sum(pool.layout.block_nbytes * (pool.num_blocks + NUM_EXTRA_BLOCKS) for pool in pools)
@@ -77,8 +77,8 @@ def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> Non
     most = rules.num_tokens(rules.most())
     if rules.sees_whole and most + num_seqs - 1 > num_tokens:
         raise ConfigError(
-            f"{called('max_num_batched_tokens')} {num_tokens}: a picture's {most} tokens are computed in one step with "
-            f"this model, with one token of each other sequence; give at least {most + num_seqs - 1}, or a lower "
+            f"{called('max_num_batched_tokens')} {num_tokens}: this model computes a picture's {most} tokens in one "
+            f"step, together with one token of each other sequence; give at least {most + num_seqs - 1}, or a lower "
             f"{called('max_num_seqs')}"
         )
 
@@ -103,8 +103,8 @@ def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: D
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"{called('max_num_seqs')}: decode graphs of {num_seqs} sequences do not fit {device.torch_name}; give "
-            f"fewer, smaller {called('graph_sizes')}, or {called('enforce_eager')}"
+            f"{called('max_num_seqs')}: decode graphs of {num_seqs} sequences do not fit {device.torch_name}; lower "
+            f"it, or give smaller {called('graph_sizes')} or {called('enforce_eager')}"
         ) from error
     return max(0, peak_nbytes(device) - held) + logits.nbytes
 
@@ -140,10 +140,10 @@ def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, ma
 
 
 def lists_nbytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: int, max_model_len: int) -> int:
-    """Returns the bytes of scores, of the best scores, and of lists of chosen keys: in a step with `num_tokens` tokens,
-    and in decode graphs.
+    """Returns the bytes that sparse attention needs to choose keys: for scores and the best scores in a step with
+    `num_tokens` tokens, and for lists of chosen keys in that step and in decode graphs.
 
-    The measured step does not contain these, because its sequences are too short for a choice.
+    The measured step chooses no keys, because its sequences are too short.
     """
     if not layout.has_index or max_model_len <= model.config.index_topk:
         return 0

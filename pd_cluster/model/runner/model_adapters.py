@@ -49,7 +49,7 @@ class ModelAdapters:
         self._lora = self.prompts = None
 
     def load_named(self, settings: AdapterSettings) -> None:
-        """Loads and so checks every adapter that the settings name; if too many, only the last stay loaded.
+        """Loads every adapter that the settings name, to check it; if there are too many, only the last stay loaded.
 
         Raises ModelError, ConfigError.
         """

@@ -104,7 +104,7 @@ class ModelRunner:
         self.model_folder = plan.checkpoint.path  # the weights that were loaded at start
         self.model_identity, self.tokenizer_file = plan.checkpoint.identity, plan.tokenizer_file
         self.eos_token_ids, self.vocab_size = plan.checkpoint.eos_token_ids, int(plan.checkpoint.config["vocab_size"])
-        self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # with states, the host chooses the copies to keep
+        self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # with states, the host must first choose copies
         self.max_num_seqs = memory.max_num_seqs
         self._further_sizes = sizes_of_blocks(memory.pools[1:])
         self.held, self.graphs = held, graphs
@@ -389,7 +389,7 @@ class ModelRunner:
         self.graphs, self._parts = StepGraphs(), None  # first, so that only one version is in memory
         gc.collect()
         if on_device:
-            reserved_nbytes(self.device)  # frees the memory that they took
+            reserved_nbytes(self.device)  # frees the memory of graphs and weights
         self._parts = self._loaded_again()
         if on_device:
             self.graphs = graphs_again(plan, self._parts, self.pools)

@@ -80,7 +80,7 @@ class StepThreads:
                 self._spinning.tick()
 
     def adjust(self) -> None:
-        """Takes free cores if they make steps faster, and returns lent cores whose own ranks compute again.
+        """Takes free cores if they make steps faster, and returns lent cores to ranks that compute again.
 
         Call it between layers.
         """

@@ -74,7 +74,7 @@ class VersionFiles:
                 self._check_copy(self._source, version, error)
 
     def _check_copy(self, source: CopySource, version: WeightVersion, why: ModelError | OSError) -> None:
-        """`why`: why the version's own folder does not have it."""
+        """Checks a copy instead, which is fetched if need be. `why`: the error of the version's own folder."""
         source.copies.keep_only(self._held, version.digest, *self._checked)
         if (folder := source.copies.of(version.digest)) is not None:
             with contextlib.suppress(ModelError, OSError):
@@ -90,12 +90,12 @@ class VersionFiles:
     def _check(self, version: WeightVersion, folder: Path) -> None:
         stamp = stamp_of(folder)
         if check_replacement(self._base, folder) != version.digest:
-            raise ModelError(f"{folder}: other bytes here than on the scheduler's host; copy the folder again")
+            raise ModelError(f"{folder}: its weights differ from those on the scheduler's host; copy the folder again")
         others = [each for each in self._checked.items() if each[0] != version.digest]
         self._checked = {**dict(others[-1:]), version.digest: (folder, stamp)}
 
     def is_found(self, version: WeightVersion) -> bool:
-        """Whether a version's files are those that were checked."""
+        """Whether a version's files are still those that were checked."""
         folder, stamp = self._checked.get(version.digest, (None, ()))
         try:
             return folder is not None and stamp_of(folder) == stamp

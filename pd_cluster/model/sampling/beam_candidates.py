@@ -23,7 +23,7 @@ def candidates_of(logits: Tensor, best: Floats, ends: Sequence[Ints], widths: Se
     maxima `best`.
 
     These are the `width` likeliest tokens, and the `width` likeliest that do not end a hypothesis. The likeliest come
-    first, and of equal ones the lowest id. If masks leave fewer tokens, there are fewer. Overwrites the logits.
+    first, and of equal ones the lowest id. If masks leave fewer tokens, fewer are returned. Overwrites the logits.
     """
     totals = log_totals(logits, best)  # [num_rows]
     ending = [logits[row, ids].cpu().numpy() for row, ids in enumerate(ends)]

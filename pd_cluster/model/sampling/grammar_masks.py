@@ -24,7 +24,7 @@ from pd_cluster.types import Guide, Request
 
 MAX_GUIDES = 64  # compiled guides to keep, in addition to those in use
 MAX_NUM_CHARS = 2 << 20  # characters of all guides; when compiled, a large guide takes about a hundred times its size
-STACK_NBYTES = 16 << 20  # more than in the process that checked the guide
+STACK_NBYTES = 16 << 20  # a larger stack than in the process that checked the guide
 UNREADY_WAIT_S = 0.05  # how long a step waits for guides if there is nothing else to compute
 
 

@@ -23,7 +23,7 @@ from pd_cluster.types import Sampling
 FEW = 64  # nearly all rows keep at most this many tokens, and are processed together
 MARGIN = 16  # additional candidates, so that tokens equal to the last kept one are rarely missing
 NUM_BINS = 4096  # bins for logits below the best one
-# The relative error of a sum of float32 masses: products over 44 octaves, sums within a block, the last bits.
+# The relative error of a sum of float32 masses, from products over 44 octaves, sums within a block and the last bits.
 MASS_ERROR = 2.0**-16
 MAX_BELOW = 80.0  # logits divided by temperature; all less likely tokens share a bin
 

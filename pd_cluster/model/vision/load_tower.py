@@ -41,8 +41,8 @@ def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_k
     num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if num_deep >= (num_layers := int(checkpoint.config["num_hidden_layers"])):
         raise ModelError(
-            f"{checkpoint.path / 'config.json'}: deepstack_visual_indexes: {num_deep} for {num_layers} layers; the "
-            f"last layer cannot have one"
+            f"{checkpoint.path / 'config.json'}: deepstack_visual_indexes: {num_deep} indexes for {num_layers} "
+            f"layers; the last layer cannot have one"
         )
     module = _tower(checkpoint, part, config) if CLASSES[part.model_type].tower else _whole(checkpoint, config)
     module.requires_grad_(False)

@@ -60,7 +60,7 @@ class LayerTensors:
 
     def wrong(self, what: str) -> ModelError:
         return ModelError(
-            f"{self.place}: {what}; the file does not match its description, copy it again or recreate it"
+            f"{self.place}: {what}; the file does not match its description: copy it again or recreate it"
         )
 
     def finish(self) -> None:

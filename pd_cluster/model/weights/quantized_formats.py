@@ -108,14 +108,14 @@ def _packed(layer: LayerTensors, found: Quantization) -> Parts:
             return _w4a8(layer, codes.to(torch.int8), scales, zeros)
         of = runs(layer, num_inputs, scales.shape[1], found.group_size)
     elif found.is_w4a8 and bits == W4A8_BITS:
-        raise layer.wrong("int8 activations, and a weight_g_idx")
+        raise layer.wrong("int8 activations with a weight_g_idx")
     return grouped(layer, codes.to(torch.int8), scales, zeros, of)
 
 
 def _w4a8(layer: LayerTensors, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Parts:
     """Makes parts from 4-bit codes for int8 activations; scales [N, G]."""
     if zeros is not None and bool(zeros.any()):
-        raise layer.wrong("int8 activations, and a weight_zero_point that is not 0")
+        raise layer.wrong("int8 activations with a weight_zero_point that is not 0")
     runs(layer, codes.shape[1], scales.shape[1])
     least, most = (int(code) for code in codes.aminmax())
     if least < -8 or most > 7 or scales.shape[0] != codes.shape[0]:

@@ -67,7 +67,7 @@ class Entries(NamedTuple):
 class LogprobsFormat:
     """`as_token_ids` shows tokens as "token_id:5", which distinguishes tokens with the same text.
 
-    `tells_chosen`: in a chat, the chosen token is also among the most likely tokens.
+    `tells_chosen`: a chat also lists the chosen token among the most likely ones.
     """
 
     def __init__(self, tokenizer: Tokenizer, as_token_ids: bool = False, tells_chosen: bool = False) -> None:

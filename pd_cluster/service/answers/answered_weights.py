@@ -22,8 +22,8 @@ class WeightVersionSpan(Struct):
 OfWeights = Annotated[
     list[WeightVersionSpan] | None,
     Meta(
-        description="With return_weight_versions; with token ids or logprobs also once the weights have a name. A "
-        "stream sends it when the answer ends."
+        description="Present with return_weight_versions; also in answers with token ids or logprobs, if the weights "
+        "have a name. A stream sends it when the answer ends."
     ),
 ]
 

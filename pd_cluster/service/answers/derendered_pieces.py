@@ -17,7 +17,7 @@ def check_token_ids(answers: Sequence[DerenderedAnswer], vocab_size: int, most: 
     choices = [choice for answer in answers for choice in answer.choices]
     longest = max(len(choice.token_ids) for choice in choices)
     if longest > most:
-        raise RequestError(f"choices: {longest} token_ids of one; at most {most}, this model's context", "choices")
+        raise RequestError(f"choices: one has {longest} token_ids; at most {most} fit this model's context", "choices")
     if (number := sum(len(choice.token_ids) for choice in choices)) > most_of_all:
         raise RequestError(f"choices: {number} token_ids; at most {most_of_all} are allowed", param="choices")
     told = itertools.chain.from_iterable(choice.told or () for choice in choices)
@@ -49,7 +49,7 @@ def _texts(sequence: TextSequence, choice: DerenderedChoice, reason: FinishReaso
     """
     told, texts, num_tokens = choice.told, [], len(choice.token_ids)
     if told is not None and len(told) != num_tokens:
-        raise RequestError(f"logprobs: {len(told)} entries for {num_tokens} token_ids", param="logprobs")
+        raise RequestError(f"logprobs: {len(told)} for {num_tokens} token_ids; give one for each", param="logprobs")
     is_string = reason == "stop" and isinstance(choice.stop_reason, str)
     for at, token_id in enumerate(choice.token_ids):
         ends = at == num_tokens - 1 and not is_string

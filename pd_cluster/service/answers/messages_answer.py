@@ -57,7 +57,7 @@ class CacheCreation(Struct):
 
 
 class MessageUsage(Struct):
-    input_tokens: Annotated[int, Meta(description="Other prompt tokens.")]
+    input_tokens: Annotated[int, Meta(description="Prompt tokens that no cache field counts.")]
     cache_read_input_tokens: Annotated[int, Meta(description="Prompt tokens that were cached.")]
     cache_creation_input_tokens: Annotated[
         int, Meta(description="Prompt tokens up to the last cache_control that were not cached.")

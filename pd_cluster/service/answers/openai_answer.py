@@ -21,7 +21,7 @@ from pd_cluster.service.schema.completion_protocol import GenerationRequest
 from pd_cluster.service.text_service import TextService
 
 _encode = msgspec.json.Encoder().encode
-# A field with a default may be absent: the default None is left out; with the default UNSET, a null is written.
+# A field that has its default value is left out. So a None is written, as null, only if the default is UNSET.
 EndReason = Literal["stop", "length", "tool_calls"]
 UnixTime = Annotated[int, Meta(description="Unix time, in seconds.")]
 StopReason = Annotated[

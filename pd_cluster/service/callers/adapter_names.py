@@ -19,7 +19,7 @@ def digests_of(settings: AdapterSettings, model_names: Collection[str]) -> dict[
     found = {}
     for setting, modules in (("lora_modules", settings.lora_modules), ("prompt_adapters", settings.prompt_adapters)):
         if name := next((each.name for each in modules if each.name in model_names), ""):
-            raise ConfigError(f"{called(setting)} {name}: the model itself has this name; take another")
+            raise ConfigError(f"{called(setting)} {name}: the model itself has this name; use another name")
     for module in settings.lora_modules:
         found[module.name] = LoraFolder.read(Path(module.path), settings.max_lora_rank).digest
     for module in settings.prompt_adapters:

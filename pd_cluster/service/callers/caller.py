@@ -21,26 +21,19 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`client`: an API key's tenant, or a peer's address. `tenant`: "" if all callers share cached prompts.
+    """The sender of one request."""
 
-    `client_timeout_s`: how long the client waits for an answer to begin. `arrived` is called when the router has the
-    request.
-    `group`: the group of the request's prompts. `models`: the served names that the caller may use; None: all. `meter`
-    counts this request; None if there are no keys. `batch`: the name of a group of answers that are needed only
-    together; "": no group. `session`: the session of requests that name none themselves. `base_priority` is added to a
-    request's own.
-    """
-
-    client: str = ""
-    tenant: str = ""
-    client_timeout_s: float = math.inf
+    client: str = ""  # an API key's tenant, or a peer's address
+    tenant: str = ""  # "" if all callers share cached prompts
+    client_timeout_s: float = math.inf  # how long the client waits for an answer to begin
+    # called when the router has the request
     arrived: Callable[[], None] = field(default=nothing, compare=False)
-    group: PromptGroup | None = field(default=None, compare=False, repr=False)
-    models: tuple[str, ...] | None = None
-    meter: Meter | None = field(default=None, compare=False, repr=False)
-    batch: str = ""
-    session: str = ""
-    base_priority: int = 0
+    group: PromptGroup | None = field(default=None, compare=False, repr=False)  # the group of the request's prompts
+    models: tuple[str, ...] | None = None  # the served names that the caller may use; None: all
+    meter: Meter | None = field(default=None, compare=False, repr=False)  # counts this request; None without keys
+    batch: str = ""  # the name of a group of answers that are needed only together; "": no group
+    session: str = ""  # the session of requests that name none themselves
+    base_priority: int = 0  # added to a request's own priority
 
     @property
     def owner(self) -> RequestOwner:

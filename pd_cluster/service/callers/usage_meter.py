@@ -76,7 +76,7 @@ class Meter:
         if wanted > limit:
             raise RequestError(
                 f"{asked}, but the API key {self._account.key_id!r} has {limit} a minute: the request can never be "
-                f"served; send less, or lower max_tokens, n or best_of",
+                f"served; send a shorter prompt, or lower max_tokens, n or best_of",
                 param="max_tokens",
                 code="larger_than_rate_limit",
             )

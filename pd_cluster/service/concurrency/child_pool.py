@@ -146,7 +146,7 @@ class ChildPool:
         _give(self.turns, self._may_begin)
 
     def _no_place(self) -> NoCapacity:
-        return NoCapacity(f"no {self._name} could be checked for {self.timeout_s:g} s; try again")
+        return NoCapacity(f"this {self._name} has waited {self.timeout_s:g} s for its check; try again")
 
     def _may_begin(self, client: str) -> bool:
         if client in self._resting:

@@ -41,7 +41,7 @@ class FairSlots(Generic[T]):
         own, most = len(self._waiting.get(client, ())), self._most_waiting
         num_clients = len(self._waiting) + (client not in self._waiting)
         if most is not None and self.num_waiting >= most and own * num_clients >= most:
-            raise NoCapacity(f"{self.num_waiting} are waiting already, {own} of them yours; try again")
+            raise NoCapacity(f"{self.num_waiting} jobs are waiting already, {own} of them yours; try again")
         self._waiting.setdefault(client, deque()).append(piece)
         self.num_waiting += 1
 

@@ -64,7 +64,7 @@ class AnswerFile:
 
 
 class BatchJournal:
-    """`write`, `sync` and `end` wait for the disk, and may be called from any thread. They raise StorageFull."""
+    """All methods that write wait for the disk, and may be called from any thread. They raise StorageFull."""
 
     def __init__(self, store: FileStore, kept: KeptBatch) -> None:
         self._batch_id = kept.batch.id

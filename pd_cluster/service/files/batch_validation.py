@@ -8,7 +8,7 @@ from pd_cluster.service.files.batch_lines import BatchEntry
 from pd_cluster.service.files.batch_states import BatchError
 
 MAX_LINES = 50_000
-MAX_ERRORS = 100  # the most listed
+MAX_ERRORS = 100  # the most errors that are listed
 
 
 def check_entries(entries: Iterator[BatchEntry], endpoint: str) -> tuple[int, list[BatchError]]:

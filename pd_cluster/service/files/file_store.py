@@ -180,7 +180,7 @@ class FileStore:
     def _exceeded(self, num_kept: int) -> QuotaExceeded:
         return QuotaExceeded(
             f"your files have {num_kept >> 20} MiB of the {self.config.tenant_mib} MiB that each key may keep; "
-            f"delete some, or send a smaller one",
+            f"delete some, or send a smaller file",
             code="quota_exceeded",
         )
 

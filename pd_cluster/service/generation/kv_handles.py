@@ -67,7 +67,7 @@ class KVHandles:
         if asked.get("do_remote_decode") is not True:
             raise RequestError(f"{FIELD}: give do_remote_decode: true, or the handle of an earlier answer", param=FIELD)
         if is_streamed:
-            raise RequestError("stream: a stream cannot carry a handle; leave it out", param="stream")
+            raise RequestError("stream: a stream cannot carry a handle; leave stream out", param="stream")
         nonce, expires = secrets.token_bytes(NONCE_NBYTES), int(self._clock()) + TTL_S
         head = nonce + expires.to_bytes(TIME_NBYTES, "big")
         made = base64.urlsafe_b64encode(head + self._mac(head, owner, order)).decode()

@@ -108,8 +108,8 @@ class TextSequence:
         return text + self.add(last)
 
     def note_drafts(self, report: DraftReport, num_dropped: int = 0) -> None:
-        """Adds a report. `num_dropped`: tokens that came with it but are not part of the answer; the last is not a
-        draft.
+        """Adds a report. `num_dropped`: tokens that came with it but are not part of the answer; the last of these
+        is not a draft.
         """
         self.num_accepted += max(0, report.num_accepted - max(0, num_dropped - 1))
         self.num_rejected += report.num_rejected

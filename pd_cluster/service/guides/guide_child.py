@@ -2,8 +2,8 @@
 stopped.
 
 FD is one end of a socket pair. The child reads its settings, then one guide per line; it writes a line when it is
-ready, and a line per guide. The end of the input, or its parent's death, ends the child. A guide that exceeds its
-limited address space ends the child after an answer with the cause. A guide is valid if it compiles and some random
+ready, and a line per guide. The end of the input, or its parent's death, ends the child. If a guide exceeds the
+limit of address space, the child answers with the cause and ends. A guide is valid if it compiles and some random
 outputs can follow its first tokens.
 """
 

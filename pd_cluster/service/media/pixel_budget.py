@@ -46,7 +46,7 @@ class PixelBudget:
         if not memory.has_capacity(client, nbytes):
             if not memory.taken_nbytes:
                 raise RequestError(
-                    f"{nbytes} bytes of pictures are more than this server holds; send fewer, or smaller"
+                    f"{nbytes} bytes of pictures are more than this server holds; send fewer or smaller ones"
                 )
             raise NoCapacity(
                 f"{memory.taken_nbytes} bytes of pictures belong to unfinished requests, {memory.of(client)} of them "

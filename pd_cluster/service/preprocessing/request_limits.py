@@ -25,9 +25,9 @@ from pd_cluster.settings.request_settings import RequestSettings
 from pd_cluster.types import MAX_SEQUENCES, Sampling
 
 DEFAULT_MAX_LOGPROBS = RequestSettings().max_logprobs
-MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # of a prompt; a stream writes them all at once, while other streams wait
+MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # the most for a prompt: a stream writes all at once, while others wait
 OUTPUT_TOKENS_COUNTED = 16_384  # a longer max_tokens counts as this many, so that one sequence may fill the context
-MAX_STREAMED_NBYTES = 256 << 20  # of a streamed /generate with several texts; each frame repeats all of them
+MAX_STREAMED_NBYTES = 256 << 20  # all frames of a streamed /generate, each of which repeats all texts
 
 
 class Limits(NamedTuple):
@@ -228,6 +228,6 @@ def check_priority(priority: int, has_priorities: bool) -> None:
     """Raises RequestError for a priority if the server ignores priorities."""
     if priority and not has_priorities:
         raise RequestError(
-            f"priority: {priority}; this server serves requests in order of arrival (--scheduling-policy fcfs)",
+            f"priority: {priority}; this server ignores priorities (--scheduling-policy fcfs); leave it out",
             param="priority",
         )

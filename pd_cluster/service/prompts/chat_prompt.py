@@ -28,7 +28,7 @@ Rendering = Generator[Conversation, str, PromptText]  # yields a conversation to
 
 
 class ChatPrompts:
-    """Renders prompts. `children` render the templates of requests; None: requests may not send templates."""
+    """Renders prompts. `children` render the templates of requests; None: such templates are refused."""
 
     def __init__(
         self,

@@ -80,13 +80,13 @@ def conversation_of(
         )
     variables = {**config.template_kwargs, **(request.chat_template_kwargs or {})}
     for name in (name for name in OWN_VARIABLES if name in variables):
-        raise RequestError(f"chat_template_kwargs.{name}: is a separate field", param="chat_template_kwargs")
+        raise RequestError(f"chat_template_kwargs.{name}: send it as a field of its own", param="chat_template_kwargs")
     given: dict[str, Any] = {"documents": request.documents}
     if (tools := request.offered_tools) and _shows_tools(request, known, config):
         given["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
     for name, value in given.items():
         if value and name not in known:
-            raise RequestError(f"{name}: this model's chat template does not use them; leave it out", param=name)
+            raise RequestError(f"{name}: this model's chat template does not use them; leave them out", param=name)
     variables |= {name: value for name, value in given.items() if value}
     variables |= _effort(request.reasoning_effort, known)
     if in_parts:
@@ -106,7 +106,7 @@ def _check_roles(request: ChatFields, named: frozenset[str]) -> None:
 
 
 def _shows_tools(request: ChatFields, known: frozenset[str], config: ChatConfig) -> bool:
-    """Whether the prompt shows the tools. Even tools that the answer may not call are shown, so that a conversation's
+    """Whether the prompt shows the tools. Even tools that the answer must not call are shown, so that a conversation's
     prompts share a prefix, unless the config excludes them or the template does not use tools.
     """
     return request.tool_choice != "none" or ("tools" in known and not config.excludes_barred_tools)

@@ -57,7 +57,10 @@ def render(job: RenderJob, constants: dict[str, str]) -> Rendered:
     except MemoryError:
         return Rendered(error="chat_template: it takes too much memory", param="chat_template")
     if len(text) > MAX_NUM_CHARS:
-        return Rendered(error=f"chat_template: it makes a prompt of {len(text)} characters", param="chat_template")
+        return Rendered(
+            error=f"chat_template: its prompt has {len(text)} characters; at most {MAX_NUM_CHARS} are allowed",
+            param="chat_template",
+        )
     return Rendered(text, template.variables, template.roles)
 
 

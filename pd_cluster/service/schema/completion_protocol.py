@@ -436,7 +436,7 @@ class CompletionRequest(GenerationRequest):
         several: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
         if len(several) > MAX_PROMPTS:
             raise RequestError(
-                f"prompt: {len(several)} prompts are more than the {MAX_PROMPTS} that a request may have; send several",
+                f"prompt: {len(several)} prompts are more than the {MAX_PROMPTS} that a request may have; send fewer",
                 param="prompt",
             )
         if len(several) * self.num_sequences > MAX_CHOICES:
@@ -485,7 +485,7 @@ class TokensCompletionRequest(CompletionRequest):
         if len(rows) != num_scored:
             name = "prompt_logprob_token_ids"
             raise RequestError(
-                f"{name}: {len(rows)} rows for {num_scored} scored rows; give one for each prompt token after "
+                f"{name}: {len(rows)} rows for {num_scored} scored tokens; give one for each prompt token after "
                 f"number {start}",
                 param=name,
             )

@@ -1,7 +1,7 @@
 """Decodes JSON bodies, with limits on how many values they have, so that no body blocks the interpreter for long.
 
-Decoding holds the interpreter's lock throughout, and takes a time that depends on the number of values rather than of
-bytes. So values are counted first, in chunks; other threads may run in between. Knows nothing of requests.
+Decoding holds the interpreter's lock throughout, and takes a time that depends on the number of values, not of bytes.
+So values are counted first, in chunks; other threads may run in between. Knows nothing of requests.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _check_beams(request: GenerationRequest) -> None:
         )
     if isinstance(request, ChatCompletionRequest) and request.thinking_token_budget is not None:
         raise RequestError(
-            f"thinking_token_budget: {request.thinking_token_budget}: a beam search cannot follow it; leave out one",
+            f"thinking_token_budget: {request.thinking_token_budget}: a beam search cannot follow it; leave one out",
             param="thinking_token_budget",
         )
     if request.beam_width < 2:

@@ -49,7 +49,7 @@ def unless_empty(way_out: str) -> Callable[[Any], Any]:
 class TaggedTypes:
     """`noun`: the word for one such object. `refused`: a known but unsupported type -> what to do instead.
 
-    As the metadata of a field, it declares the field's objects, which are read later, one by one.
+    As a field's metadata, it declares which objects the field may have; they are read later, one by one.
     """
 
     noun: str

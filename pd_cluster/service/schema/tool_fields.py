@@ -16,7 +16,7 @@ from pd_cluster.service.schema.structured_outputs.json_schemas import without_re
 
 
 class RequestedTools(NamedTuple):
-    """`most_calls` None: any number. `are_some`: the model also sees tools that it may not call."""
+    """`most_calls` None: any number. `are_some`: the model also sees tools that it must not call."""
 
     tools: list[Tool]
     choice: ToolChoice

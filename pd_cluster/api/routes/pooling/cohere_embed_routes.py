@@ -113,7 +113,7 @@ def _kept(request: CohereEmbedRequest, limit: int) -> int | None:
 
 
 def _check_length(request: CohereEmbedRequest, generations: Sequence[Generation]) -> None:
-    """Raises RequestError for a text of more than max_tokens that may not be truncated."""
+    """Raises RequestError for a text of more than max_tokens that must not be truncated."""
     longest = max(len(each.prompt_token_ids) for each in generations)
     if request.truncate == "NONE" and request.max_tokens is not None and longest > request.max_tokens:
         raise RequestError(

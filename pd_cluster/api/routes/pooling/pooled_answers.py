@@ -66,7 +66,7 @@ def pooling_terms(
 
 def pooling_usage(generations: list[Generation]) -> PoolingUsage:
     usage = usage_of(generations)
-    assert usage.prompt_tokens_details is not None, "told with the vectors"
+    assert usage.prompt_tokens_details is not None, "vectors come with their cached tokens"
     return PoolingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details)
 
 

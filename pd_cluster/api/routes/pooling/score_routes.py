@@ -1,6 +1,6 @@
 """The routes that score documents: /score and /rerank.
 
-Prefill instances do all the work; no decode instance takes part.
+Prefill instances do all the work; no decode instance is used.
 """
 
 from __future__ import annotations

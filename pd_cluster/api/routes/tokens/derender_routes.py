@@ -1,7 +1,7 @@
 """vLLM's derender routes, which convert token ids from /inference/v1/generate to a chat's or completion's answer.
 
 Each route prepares the prompt again, as the render routes do, and then reads the tokens as if they had just been
-generated. No instance takes part.
+generated. No instance is used.
 """
 
 from __future__ import annotations

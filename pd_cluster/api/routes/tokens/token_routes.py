@@ -129,7 +129,7 @@ def _tokenized(body: bytes) -> TokenizeChatRequest | TokenizeCompletionRequest:
 
 
 def _is_chat(body: bytes) -> bool:
-    """Whether the body is a chat; `parse` refuses a body that is not an object. Raises RequestError for both forms."""
+    """Whether the body is a chat; `parse` refuses non-objects. Raises RequestError if it has both forms."""
     try:
         form = msgspec.json.decode(body, type=_Form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,7 +1,7 @@
 """The links from prefill instances to a worker. State × event table in docs/protocol/pairs.md.
 
 Runs on the engine's thread, with two exceptions: `route` and `meet` run on the mailbox's thread and pass on its
-messages; the lanes' threads report events. So a landed transfer need not wait for a step to be confirmed.
+messages; the lanes' threads report events. So a landed transfer is confirmed without waiting for the end of a step.
 """
 
 from __future__ import annotations
@@ -163,14 +163,14 @@ class InLinks:
             setting, theirs, ours = found
             raise LinkError(
                 f"{setting} differs: {theirs} on the prefill instance and {ours} on the decode instance; start both "
-                f"with the same"
+                f"with the same value"
             )
         for name in opened.options.__struct_fields__:
             theirs, ours = getattr(opened.options, name), getattr(endpoint.options, name)
             if theirs != ours:
                 raise LinkError(
                     f"{called(f'kv_{name}')} differs: {theirs} on the prefill instance and {ours} on the "
-                    f"decode instance; start both with the same"
+                    f"decode instance; start both with the same value"
                 )
         sources = [KVLayout.from_info(layout) for layout in opened.layouts]
         check_groups(sources, endpoint.layouts)

@@ -117,7 +117,7 @@ function closed(reason) {
   main.replaceChildren(h("section", {},
     h("h2", {}, view.takesKeys ? "An API key or a link is needed" : "A link is needed"), h("p", {}, reason),
     view.takesKeys ? keyForm() : null,
-    h("p", {}, "On the scheduler's host, this command prints a link that works once, for a minute:"), h("pre", {}, command)));
+    h("p", {}, "On the scheduler's host, this command prints a link that works once, within a minute:"), h("pre", {}, command)));
   for (const link of document.querySelectorAll("nav a")) link.hidden = true;
   connection.textContent = "no session";
   connection.className = "lost";

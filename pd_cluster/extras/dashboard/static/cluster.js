@@ -26,7 +26,7 @@ export class ClusterPage {
     this.charts = [
       charts("Tokens a second", "", [["tokens_per_s", "generated", "--flow"], ["prompt_tokens_per_s", "prompt", "--good"]]),
       charts("Requests", "", [["num_running", "running", "--flow"], ["num_queued", "queued", "--warn"]]),
-      charts("Ends a second", "", [["finished_per_s", "finished", "--good"], ["failed_per_s", "failed", "--bad"], ["refused_per_s", "refused", "--warn"], ["replayed_per_s", "continued elsewhere", "--flow"]]),
+      charts("Ended requests a second", "", [["finished_per_s", "finished", "--good"], ["failed_per_s", "failed", "--bad"], ["refused_per_s", "refused", "--warn"], ["replayed_per_s", "continued elsewhere", "--flow"]]),
       charts("Time to the first token", "ms", [["ttft_p50_s", "p50", "--flow", 1000], ["ttft_p99_s", "p99", "--warn", 1000]]),
       charts("Time per output token", "ms", [["tpot_p50_s", "p50", "--flow", 1000], ["tpot_p99_s", "p99", "--warn", 1000]]),
       charts("Time between tokens", "ms", [["itl_p50_s", "p50", "--flow", 1000], ["itl_p99_s", "p99", "--warn", 1000]]),

@@ -7,7 +7,7 @@ import { isDown } from "./picture.js";
 const LOG_LINES = 300;
 
 const COMMANDS = {
-  drain: ["Drain", (name) => `${name} gets no new requests; those that run there end there. "Put back" undoes it.`],
+  drain: ["Drain", (name) => `${name} gets no new requests, and finishes its running ones. "Put back" undoes it.`],
   undrain: ["Put back", (name) => `${name} takes requests again.`],
   role: ["Change role", (name, other) => `${name} is drained, then works as ${other}. Its process and its cache stay.`],
   remove: ["Remove", (name) => `${name} is drained and leaves the cluster. Its process runs until somebody ends it.`],
@@ -109,7 +109,7 @@ export class Details {
       const body = name === "undrain" ? {} : { force: force.checked, ...(name === "role" ? { role: other } : {}) };
       try {
         await command(`/instances/${encodeURIComponent(each.instance_id)}/${name}`, body);
-        this.asked.replaceChildren(h("p", {}, `${label}: asked.`));
+        this.asked.replaceChildren(h("p", {}, `${label}: requested.`));
         this.shown = "";
       } catch (error) {
         result.textContent = error.message;
@@ -119,7 +119,7 @@ export class Details {
     this.asked.replaceChildren(h("div", { class: "confirm" },
       h("p", {}, says(each.instance_id, other)),
       each.unit ? h("p", {}, `The same goes for the rest of its unit, ${each.unit}.`) : null,
-      name === "undrain" ? null : h("p", {}, force, " ", h("label", { for: "force" }, "also if it is the last of its role")),
+      name === "undrain" ? null : h("p", {}, force, " ", h("label", { for: "force" }, "even if it is the last of its role")),
       h("div", { class: "buttons" }, confirm, h("button", { type: "button", onclick: () => this.asked.replaceChildren() }, "Cancel")),
       result));
     confirm.focus();

@@ -170,8 +170,8 @@ export class PlaygroundPage {
     this.apiKey = h("input", { type: "password", autocomplete: "off", placeholder: "none", onchange: () => this.loadModels() });
     const key = () => (this.apiKey.value ? { "X-PD-API-Key": this.apiKey.value } : {});
     this.key = key;
-    this.panes = [new Pane("Chat", key), new Pane("Beside it", key)];
-    this.text = h("textarea", { "aria-label": "Message", placeholder: "Ask something. Enter sends, Shift+Enter begins a line.", onkeydown: (event) => {
+    this.panes = [new Pane("Chat", key), new Pane("Second chat", key)];
+    this.text = h("textarea", { "aria-label": "Message", placeholder: "Ask something. Enter sends, Shift+Enter begins a new line.", onkeydown: (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
         this.ask();

@@ -95,7 +95,7 @@ class DecoderLayers:
         self._pools = (_Pointer * len(parts))()
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether it supports this batch. All rows must be sampled, because every layer computes every row."""
+        """Whether the kernels support this batch. All rows must be sampled, because every layer computes every row."""
         return (
             batch.num_tokens <= MOST_ROWS
             and len(batch.sample_rows) == batch.num_tokens

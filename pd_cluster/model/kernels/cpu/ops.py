@@ -35,7 +35,7 @@ from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 MAX_HEAD_DIM = 256
 MAX_LATENTS = (512, 128)  # widths of the latent and of the rotated part
 MAX_INDEX_HEADS = 256
-LEAST_SLAB = 16  # tokens whose scores are computed at once, besides one per thread
+LEAST_SLAB = 16  # tokens whose scores are computed at once, in addition to one per thread
 HEAD_DIM_MULTIPLE = 16
 POOLS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # pool_vectors.h
 

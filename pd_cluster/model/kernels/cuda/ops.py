@@ -50,8 +50,8 @@ class CudaOps:
     is_capturable = True
     wide_latents = False
     few_gated = FEW_GATED
-    # With one tile, products of latents have the same tile for every number of rows, and with an indexer every token
-    # attends to a list.
+    # If set, products of latents have the same tile for every number of rows, and with an indexer every token attends
+    # to a list.
     has_one_tile = False
     scans_chunks = True  # chunk kernels of another library may compute prompts in recurrent layers
 

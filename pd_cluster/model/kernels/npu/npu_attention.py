@@ -42,8 +42,8 @@ Way = Literal["TND", "BSND"]
 def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str], way: Way | None = None) -> str:
     """Returns why these operators do not support this pool and model; "" if they do.
 
-    `traits`: those of "softcap", "sinks", "window" that the model has. `way`: None means `way_of`. Given as TND, the
-    result tells whether anything besides the head size prevents it.
+    `traits`: those of "softcap", "sinks", "window" that the model has. `way`: None means `way_of`. With TND, the
+    result shows whether anything besides the head size rules it out.
     """
     if layout.dtype not in DTYPES:
         return f"{called('dtype')} {layout.dtype}: attention on NPUs supports {' or '.join(DTYPES)}"
@@ -64,7 +64,7 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str
             )
         return _why_no_dim(dim)
     if others := sorted(traits & {"sinks", "window"}):
-        return f"{why}, which is needed for {' and '.join(others)}"
+        return f"{why}, and the model's {' and '.join(others)} need that"
     size = layout.block_size
     if size % BATCHED_STEP or size > MAX_BATCHED_BLOCK_SIZE:
         return f"{called('block_size')} {size}: on NPUs a multiple of {BATCHED_STEP} up to {MAX_BATCHED_BLOCK_SIZE}"

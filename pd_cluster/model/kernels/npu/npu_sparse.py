@@ -31,9 +31,9 @@ def problem(layout: KVLayout, num_heads: int, num_index_heads: int, most: int, m
         return "it has latents of widths other than {} and {}".format(*npu_latents.WIDTHS)
     if layout.width_of(INDEX) != INDEX_WIDTH or num_index_heads > INDEX_HEADS:
         heads = f"{num_index_heads} heads of {layout.width_of(INDEX)} numbers"
-        return f"its indexer has {heads}, the operator takes up to {INDEX_HEADS} of {INDEX_WIDTH}"
+        return f"its indexer has {heads}, but the operator takes up to {INDEX_HEADS} of {INDEX_WIDTH}"
     if most > MAX_CHOSEN:
-        return f"index_topk is {most}, the operator chooses at most {MAX_CHOSEN}"
+        return f"index_topk is {most}, but the operator chooses at most {MAX_CHOSEN}"
     return npu_latents.problem(layout, num_heads, max_num_seqs)
 
 

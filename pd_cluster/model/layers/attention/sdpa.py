@@ -129,8 +129,8 @@ def read_and_attend(
     """
     if batch.write_and_attend is not None:
         raise ModelError(
-            f"layer {layer_idx}: other layers read its keys and values, which only the attention on CPUs supports; use "
-            f"cpu"
+            f"layer {layer_idx}: other layers read its keys and values; only the attention on CPUs supports "
+            f"this; use cpu"
         )
     batch.windows.add(scoring.sliding_window)
     _, seen = _as_stored(keys, values, batch, query.dtype)

@@ -30,7 +30,7 @@ class RopeLimit:
         num_prompt = len(order.prompt_token_ids)
         for row in own.rows:
             if len(row) != num_prompt:
-                return f"rope_positions: a row of {len(row)} for {num_prompt} prompt tokens; give one for each"
+                return f"rope_positions: a row has {len(row)} positions for {num_prompt} prompt tokens; give one each"
         ends = (num_prompt + own.delta, order.most_tokens - 1 + own.delta) if order.most_output_tokens else ()
         bounds = [*map(min, own.rows), *map(max, own.rows), *ends]
         least, most = min(bounds), max(bounds)

@@ -117,7 +117,7 @@ def qkv_order(order: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.T
 
 
 def starts_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
-    """Returns the order of rows if only the `first` features of each head are rotated, followed by the `last` ones."""
+    """Returns the order of rows for heads of `first` rotated features, followed by `last` features without rotation."""
     if order is None:
         return None
     rows = torch.arange(num_heads * (first + last)).view(num_heads, first + last)
@@ -125,7 +125,7 @@ def starts_order(order: torch.Tensor | None, num_heads: int, first: int, last: i
 
 
 def ends_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
-    """Returns the order of rows if only the `last` features of each head are rotated, preceded by the `first` ones."""
+    """Returns the order of rows for heads of `first` features without rotation, followed by `last` rotated features."""
     if order is None:
         return None
     rows = torch.arange(num_heads * (first + last)).view(num_heads, first + last)

@@ -38,22 +38,15 @@ def all_of(num_heads: int, width: int = 1) -> HeadRun:
 
 @dataclass(frozen=True, slots=True)
 class StateHeads:
-    """The recurrent layers of one architecture, before they are split.
+    """The recurrent layers of one architecture, before they are split."""
 
-    `module`: the name of the recurrent module in a layer. `outputs`: for each tensor of the module, by name, the runs
-    of heads between which it can be cut. `summed`: the projection whose input is split by heads and whose output is
-    summed over ranks. `num_heads`: heads of each plane of the state. `fields`: numbers of heads, groups or features, by
-    config field. `num_norm_groups`: groups of heads that are normed together, with `num_norm_features` in total; 0:
-    heads are normed separately or not at all.
-    """
-
-    module: str
-    outputs: Mapping[str, tuple[HeadRun, ...]]
-    summed: str
-    num_heads: Mapping[str, int]
-    fields: Mapping[str, int] = field(default_factory=dict)
-    num_norm_groups: int = 0
-    num_norm_features: int = 0
+    module: str  # name of the recurrent module in a layer
+    outputs: Mapping[str, tuple[HeadRun, ...]]  # tensor of the module -> the runs of heads between which it can be cut
+    summed: str  # the projection whose input is split by heads and whose output is summed over ranks
+    num_heads: Mapping[str, int]  # plane of the state -> its number of heads
+    fields: Mapping[str, int] = field(default_factory=dict)  # config field -> number of heads, groups or features
+    num_norm_groups: int = 0  # groups of heads that are normed together; 0: heads are normed separately or not at all
+    num_norm_features: int = 0  # features of all these groups together
 
     def pieces(self, name: str, size: int, rank: int) -> tuple[int, list[tuple[int, int]]]:
         """Returns the number of features of a tensor in `outputs`, and the pieces [start, stop) that a rank has."""

@@ -52,7 +52,7 @@ class CohereEmbedRequest(BaseModel):
         texts = self.texts or [_text(at, each) for at, each in enumerate(self.inputs or [])]
         if len(texts) > MAX_INPUTS:
             raise RequestError(
-                f"{given[0]}: {len(texts)} are more than the {MAX_INPUTS} that a request may have; send several",
+                f"{given[0]}: {len(texts)} are more than the {MAX_INPUTS} that a request may have; send fewer",
                 param=given[0],
             )
         return given[0], texts

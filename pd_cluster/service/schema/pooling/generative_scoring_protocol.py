@@ -45,7 +45,7 @@ class GenerativeScoringRequest(BaseModel):
             raise RequestError("items: empty; give a list of texts, or of lists of token ids", param="items")
         if len(self.items) > MAX_PAIRS:
             raise RequestError(
-                f"items: {len(self.items)} are more than the {MAX_PAIRS} that a request may have; send several",
+                f"items: {len(self.items)} are more than the {MAX_PAIRS} that a request may have; send fewer",
                 param="items",
             )
         if outside := [str(token_id) for token_id in self.label_token_ids if token_id >= vocab_size]:

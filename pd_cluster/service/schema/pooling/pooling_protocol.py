@@ -82,7 +82,7 @@ class InputRequest(PoolingRequest):
         several: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         if len(several) > MAX_INPUTS:
             raise RequestError(
-                f"input: {len(several)} are more than the {MAX_INPUTS} that a request may have; send several",
+                f"input: {len(several)} are more than the {MAX_INPUTS} that a request may have; send fewer",
                 param="input",
             )
         return several
@@ -128,7 +128,7 @@ class ClassifyRequest(InputRequest):
 
 
 class ScoreRequest(PairsRequest):
-    """vLLM's scores of a text with several, or of pairs of texts. Clients may use any of four pairs of field names."""
+    """vLLM's scores of one text against several, or of pairs of texts. Any of four pairs of field names may be used."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None

@@ -21,7 +21,7 @@ def known_as(name: str, namespace: str | None) -> str:
 
 
 def names_of(request: ResponsesRequest) -> dict[str, Json]:
-    """Returns the name that the model uses for each function in a namespace -> the fields that name it in calls."""
+    """Maps the model's name for each function in a namespace to the fields that name the function in calls."""
     return {
         known_as(function.name, namespace.name): {"name": function.name, "namespace": namespace.name}
         for _, function, namespace in _functions(request)

@@ -35,7 +35,7 @@ class _Reader:
         """Returns the node of a format, followed by the text `end` if there is one."""
         self._num_formats += 1
         if depth > MAX_DEPTH or self._num_formats > MAX_FORMATS:
-            raise _wrong(field, f"more than {MAX_DEPTH} deep, or more than {MAX_FORMATS} formats")
+            raise _wrong(field, f"at most {MAX_FORMATS} formats, nested {MAX_DEPTH} deep, are allowed")
         if not isinstance(form, dict) or form.get("type") not in KINDS:
             kind = form.get("type") if isinstance(form, dict) else form
             raise _wrong(f"{field}.type", f"{reprlib.repr(kind)}; known are {', '.join(KINDS)}")

@@ -108,7 +108,7 @@ class TokensRequest(BaseModel):
             )
         if self.reasoning_ended is False and self.sampling_params.get("structured_outputs") is not None:
             raise RequestError(
-                "reasoning_ended: false: structured_outputs holds from the first token here; leave out one of the two",
+                "reasoning_ended: false: structured_outputs applies from the first token; leave out one of the two",
                 param="reasoning_ended",
             )
         for name in self.sampling_params:

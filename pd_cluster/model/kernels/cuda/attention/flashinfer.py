@@ -239,7 +239,7 @@ class FlashInfer:
         nbytes = workspace_nbytes(
             batch.num_seqs, shape.num_heads, shape.num_kv_heads, shape.head_dim, num_multiprocessors(self._device)
         )
-        if len(self._workspace) < nbytes:  # wrappers with the old one keep it
+        if len(self._workspace) < nbytes:  # existing wrappers keep the old workspace
             self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self._device.torch_name)
         if batch.replay_lens is not None:
             return self._made(self._graph_wrapper(batch, slot), True)

@@ -40,7 +40,7 @@ def prepare_index(
     REST: tl.constexpr,  # the other features, padded
     PDL: tl.constexpr,
 ):
-    """Grid: (num_tokens, 1 + tiles of HEADS heads). A token's first program has its key, the others HEADS queries."""
+    """Grid: (num_tokens, 1 + tiles of HEADS heads). A token's first program takes its key, each other HEADS queries."""
     begin(PDL)
     dtype: tl.constexpr = keys.dtype.element_ty
     half: tl.constexpr = ROPE_WIDTH // 2
@@ -215,7 +215,7 @@ def _worst_chosen(scores, num_scores, MOST: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _chosen(scores, at, num_scores, worst, wanted, num_chosen, num_equal):
-    """Chooses in a tile of scores; returns these, which are chosen, their places, and the counts after the tile."""
+    """Returns a tile of scores, which of them are chosen, the places of these, and both counts after the tile."""
     score = tl.load(scores + at, mask=at < num_scores, other=0.0)
     number = _number_of(score)
     is_equal = (at < num_scores) & (number == worst)

@@ -33,7 +33,7 @@ from pd_cluster.model.layers.ops import Rope
 
 MAX_HEADS, MAX_WIDTH = 128, 256  # of an indexer
 SCORED, SCORED_WIDE = (64, 4, 2), (16, 8, 1)  # keys in a tile of scores, warps, stages; the second for float32
-SPAN = 512  # keys that a program scores: one long context occupies the whole device
+SPAN = 512  # keys that a program scores; so few that one long context occupies the whole device
 PART = 16384  # keys of one part: in a longer context, a program finds the best keys of each part
 LISTED = 8192  # scores that a program reads at once when it chooses
 Kept = TypeVar("Kept")
@@ -100,7 +100,7 @@ def choose_keys(rows: IndexRows, batch: ForwardBatch, lists_all: bool, pdl: bool
     """Writes the index keys to the pool; returns the new value of `ForwardBatch.chosen`.
 
     This value is None if no token has more than `rows.most` keys, unless `lists_all`. For the batch of a graph, the
-    longest context that it supports decides.
+    longest context that the graph supports decides.
     """
     (num_tokens, width), plane = rows.keys.shape, batch.pool.planes(rows.layer_idx)[2]
     _check(rows, plane, batch)
@@ -262,7 +262,7 @@ def _new_lists(batch: ForwardBatch, most: int) -> _Lists:
 
 
 def _kept(batch: ForwardBatch, key: object, make: Callable[[], Kept]) -> Kept:
-    """Returns a value that the first layer makes and the others share. Graphs do not replay how it is made."""
+    """Returns a value that the first layer makes and the others share. A replayed graph does not make it again."""
     known = batch.kernel_state
     if not isinstance(known, dict):
         known = batch.kernel_state = {}

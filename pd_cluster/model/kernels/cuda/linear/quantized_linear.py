@@ -246,7 +246,7 @@ def splits_of(num_outputs: int, num_inputs: int, block_k: int) -> int:
 
 
 def rounded(rows: torch.Tensor, inputs: tuple[float, float] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int8 codes of rows [num_rows, in_features], and float32 scales [num_rows], not set if given `inputs`."""
+    """Returns int8 codes of rows [num_rows, in_features], and float32 scales [num_rows], unset with `inputs`."""
     assert rows.stride(1) == 1
     num_rows, num_inputs = rows.shape
     codes = rows.new_empty(num_rows, num_inputs, dtype=torch.int8)

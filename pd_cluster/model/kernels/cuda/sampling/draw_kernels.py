@@ -76,9 +76,9 @@ def _share(fraction, total):
 
 @triton.jit
 def _outline(nums, masses, num_parts, top_k, PARTS: tl.constexpr, BINS: tl.constexpr):
-    """Returns a row's token counts by part and bin, masses by bin, the number of tokens in top_k, and min_p's mass.
+    """Returns a row's token counts by part and bin, masses by bin, how many tokens top_k keeps, and their mass.
 
-    The last is -1 if top_k keeps fewer tokens than min_p.
+    The mass is -1 if top_k keeps fewer tokens than min_p.
     """
     part, bin = tl.arange(0, PARTS), tl.arange(0, BINS)
     at, inside = part[:, None] * BINS + bin[None, :], (part < num_parts)[:, None]

@@ -157,8 +157,8 @@ def keep_inputs(
 ):
     """Grid: (num_sequences, tiles of channels of all parts). Stores the last inputs before the end of each segment.
 
-    KEPT is NUM_KEPT rounded up. Checkpoints are written first, because they need the inputs that are in the block
-    before.
+    KEPT is NUM_KEPT rounded up. Checkpoints are written first, because they need the earlier inputs, which the
+    last store overwrites in the block.
     """
     tile = tl.program_id(1)
     channel, is_channel, place, width = channels_of(

@@ -71,7 +71,7 @@ lines = []
 for use in json.loads(sys.argv[1]):
     try:
         lines.append(line_of(use))
-    except ImportError as error:
+    except Exception as error:  # an installed extra refuses these arguments
         lines.append(str(error))
 print(json.dumps(lines))
 """

@@ -6,7 +6,6 @@ use of the extra raises an error of one line that names it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -15,10 +14,22 @@ from pd_cluster.errors import MissingExtra
 
 PACKAGE = "pd_cluster.extras"
 
+ENCODER = "encoders.build_encoder:build_encoder"  # for --role encode
+KEY_STORE = "key_file.key_store:KeyStore"  # for --api-key-file; see api/middleware/file_keys
+KEY_TABLE = "key_file.key_table:key_table"
+LEG_RECORDS = "resumable_streams.resume_records:Records"  # see engine/legs/leg_records
+NODE_FILES_CHECK = "node_keys.node_proofs:check_node_files"
+NODE_TRUST = "node_keys.node_proofs:Nodes"  # see net/node_trust
 REQUEST_LOG = "request_log.generation_log:RequestLog"  # for --enable-log-requests
+STREAM_RESUMPTION = "resumable_streams.client_streams:ClientStreams"  # see api/routes/stream_resumption
+STAGES = ("encoders.build_encoder:encoder_stages",)  # functions like stages_of of engine/assembly/build_stages
 COMMANDS = {  # of `pd-cluster`
     "dashboard": "dashboard.dashboard_command:dashboard",
     "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",
+    "keys list": "key_file.keys_command:list_keys",
+    "keys new": "key_file.keys_command:new",
+    "keys node": "node_keys.node_keys_command:app",
+    "keys remove": "key_file.keys_command:remove",
     "quantize": "quantize.quantize_command:quantize",
 }
 API_EXTENSIONS = ("dashboard.dashboard_extension:Dashboard",)  # classes: see api/api_extension
@@ -38,10 +49,12 @@ def load(name: str, used_by: str = "") -> Any:
     return getattr(module, attribute) if attribute else module
 
 
-def command(name: str) -> Callable[..., Any]:
-    """Returns the function whose signature is the command line of `pd-cluster NAME`. Raises MissingExtra."""
-    found: Callable[..., Any] = load(COMMANDS[name], f"pd-cluster {name}")
-    return found
+def command(name: str) -> Any:
+    """Returns the command of `pd-cluster NAME`: a function whose signature is its command line, or a typer group.
+
+    Raises MissingExtra.
+    """
+    return load(COMMANDS[name], f"pd-cluster {name}")
 
 
 def is_installed(name: str) -> bool:

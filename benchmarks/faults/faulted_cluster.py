@@ -17,7 +17,14 @@ from typing import Any
 import httpx
 
 from pd_cluster.client.instance_list import links_of
-from pd_cluster.client.streaming_client import CONNECT_TIMEOUT_S, REQUEST_DEADLINE_S, Sample, error_message, measure
+from pd_cluster.client.streaming_client import (
+    CONNECT_TIMEOUT_S,
+    REQUEST_DEADLINE_S,
+    Sample,
+    StreamWatch,
+    error_message,
+    measure,
+)
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import PdClusterError
 
@@ -193,7 +200,9 @@ class FaultedCluster:
         self, body: Mapping[str, Any], on_first: Callable[[tuple[str, ...]], None] = lambda served_by: None
     ) -> Sample:
         """Sends one request; `on_first` as in `measure`."""
-        return await measure(self._client, f"{self._cluster.launch.url}/v1/completions", body, on_first=on_first)
+        return await measure(
+            self._client, f"{self._cluster.launch.url}/v1/completions", body, StreamWatch(on_first=on_first)
+        )
 
     async def whole_answer(self, body: dict[str, Any]) -> tuple[Sample, list[Tokens]]:
         """Sends one request without streaming. Returns its first sequence as a sample, and all sequences."""

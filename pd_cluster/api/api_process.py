@@ -17,16 +17,15 @@ from typing import Any
 import msgspec
 import uvloop
 
-from pd_cluster.api.admin.metrics_routes import busy_of
+from pd_cluster.api.admin.metrics_routes import MetricSources, busy_of
 from pd_cluster.api.admin.timeline_routes import timeline_app
 from pd_cluster.api.connections.http_server import make_server, serve_until_signal
 from pd_cluster.api.files.files_api import most_nbytes_of
 from pd_cluster.api.middleware.drain_middleware import Drain
-from pd_cluster.api.middleware.file_keys import FileKeys
+from pd_cluster.api.middleware.file_keys import FileKeys, file_keys
 from pd_cluster.api.public_app import in_background, public_app
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.members.membership_mirror import MembershipMirror
-from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
 from pd_cluster.engine.start.rank_main import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import PdClusterError
 from pd_cluster.net.mailbox import Mailbox
@@ -54,10 +53,10 @@ async def serve(channel: socket.socket) -> None:
     try:
         drain = Drain(config.api.timeouts.drain_timeout_s, context.router.end_all, stays=True)
         http, timelines = config.api.http, timeline_app(context.router.timelines, context.router.served)
-        file_keys = None
+        keys = None
         if config.keys is not None:
-            file_keys = FileKeys(config.keys, SharedRateLimits(config.rates_fd), context.router.stats.tenants)
-        app = public_app(service, mirror.instances, drain, lambda: mirror.totals, file_keys)
+            keys = file_keys(config.keys, config.rates_fd, context.router.stats.tenants)
+        app = public_app(service, mirror.instances, drain, keys, sources=MetricSources(lambda: mirror.totals))
         servers = [
             (
                 make_server(
@@ -88,7 +87,7 @@ async def serve(channel: socket.socket) -> None:
             mirror.pause_version = news.version
 
         await pause(config.pause)
-        listening = _listen(mirror, reader, stops, file_keys, pause)
+        listening = _listen(mirror, reader, stops, keys, pause)
         reporting = partial(
             mirror.run, own=own, busy=lambda: busy_of(context.router, drain, app.state.num_batch_lines())
         )
@@ -126,7 +125,7 @@ async def _listen(
     mirror: MembershipMirror,
     reader: asyncio.StreamReader,
     stops: Sequence[Callable[[], None]],
-    file_keys: FileKeys | None,
+    keys: FileKeys | None,
     pause: Callable[[PauseUpdate], Awaitable[None]],
 ) -> None:
     """Applies the scheduler's messages until the scheduler is gone. A Stop message calls `stops`."""
@@ -137,8 +136,8 @@ async def _listen(
                 for stop in stops:
                     stop()
             elif isinstance(news, Keys):
-                assert file_keys is not None, "keys received, but no key file is configured"
-                file_keys.replace(news)
+                assert keys is not None, "keys received, but no key file is configured"
+                keys.replace(news)
             elif isinstance(news, PauseUpdate):
                 await pause(news)
             else:

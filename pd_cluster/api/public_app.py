@@ -17,7 +17,13 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from pd_cluster import __version__
-from pd_cluster.api.admin.metrics_routes import ONLY_ONE, AdapterNaming, Further, Owner, Totals, metrics_routes
+from pd_cluster.api.admin.metrics_routes import (
+    THIS_PROCESS,
+    AdapterNaming,
+    Further,
+    MetricSources,
+    metrics_routes,
+)
 from pd_cluster.api.api_extension import ApiExtension
 from pd_cluster.api.files.files_api import FILE_PATHS, FilesApi
 from pd_cluster.api.middleware.access_log import AccessLog
@@ -67,15 +73,11 @@ def public_app(
     service: TextService,
     instances: list[Instance],
     drain: Drain,
-    totals: Totals | None = None,
     file_keys: FileKeys | None = None,
     extensions: Sequence[ApiExtension] = (),
-    owner: Callable[[], Owner] = lambda: ONLY_ONE,
+    sources: MetricSources = THIS_PROCESS,
 ) -> FastAPI:
-    """`totals`: the counts of all API processes, if there are several. `file_keys`: required for a key file.
-
-    `extensions`: add layers in front of the API. `owner`: this scheduler's name, and whether it owns membership.
-    """
+    """`file_keys`: required for a key file. `extensions`: add layers in front of the API."""
     http, openai = service.settings.http, service.settings.is_openai
     assert bool(http.key_file) == (file_keys is not None), "file_keys and the setting of a key file must agree"
     service.router.stats.tenants.named |= {*with_names((), http.tenants)}
@@ -98,7 +100,7 @@ def public_app(
             add_routes(app, routes)
     add_routes(app, _common_routes(service.router.admission, instances, drain))
     name = service.names.own[0]
-    add_routes(app, metrics_routes(service.router, instances, name, drain, totals, further, owner))
+    add_routes(app, metrics_routes(service.router, instances, name, drain, sources, further))
     return app
 
 

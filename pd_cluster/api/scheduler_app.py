@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from pd_cluster.api.admin.admin_app import ShownCluster, admin_app, describe
 from pd_cluster.api.admin.control_routes import control_routes
-from pd_cluster.api.admin.metrics_routes import ONLY_ONE, Owner
+from pd_cluster.api.admin.metrics_routes import ONLY_ONE, MetricSources, Owner
 from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timeline_routes import LocalTimelines, RemoteTimelines, TimelineSource
 from pd_cluster.api.admin.weight_routes import weight_routes
@@ -33,7 +33,7 @@ from pd_cluster.api.connections.http_server import bind_unix, make_server, serve
 from pd_cluster.api.files.files_api import most_nbytes_of
 from pd_cluster.api.middleware.admin_access import AdminAccess
 from pd_cluster.api.middleware.drain_middleware import Drain
-from pd_cluster.api.middleware.file_keys import FileKeys
+from pd_cluster.api.middleware.file_keys import FileKeys, KeySource
 from pd_cluster.api.public_app import in_background, public_app
 from pd_cluster.cluster.members.adapter_registry import AdapterBook, AdapterRules
 from pd_cluster.cluster.members.cluster_control import ClusterControl
@@ -48,7 +48,6 @@ from pd_cluster.cluster.processes.api_processes import ApiProcesses
 from pd_cluster.cluster.roles.auto_role import RoleChooser
 from pd_cluster.cluster.roles.role_costs import RoleGoals
 from pd_cluster.cluster.roles.roles_by_cost import role_chooser
-from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.cluster.weights.weight_updates import WeightRules, WeightUpdates
 from pd_cluster.errors import ConfigError, Refused, Unavailable
 from pd_cluster.process_messages import AdapterNames, Busy, Stats
@@ -81,7 +80,7 @@ class Extras:
     # the folder below which other weights may be loaded, and the trainers' addresses; "": weights cannot be replaced
     weights: tuple[str, frozenset[str]] = ("", frozenset())
     lease: Lease | None = None  # only for one of several schedulers
-    keys: KeyStore | None = None  # the keys of --api-key-file
+    keys: KeySource | None = None  # the keys of --api-key-file
 
 
 NOTHING_MORE = Extras()
@@ -166,9 +165,9 @@ class SchedulerServer:
         drain = Drain(self._config.timeouts.drain_timeout_s, self._edge.router.end_all)
         http = self._config.http
         if self._keys is not None:
-            self._file_keys = FileKeys(self._keys.keys, self._keys.memory, self._edge.router.stats.tenants)
+            self._file_keys = self._keys.at_port(self._edge.router.stats.tenants)
         instances, keys = self.membership.instances, self._file_keys
-        app = public_app(service, instances, drain, file_keys=keys, extensions=extensions, owner=self._owner)
+        app = public_app(service, instances, drain, keys, extensions, MetricSources(owner=self._owner))
         public = (
             make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields, most_nbytes_of(http)),
             self._listeners[0],
@@ -246,7 +245,7 @@ class SchedulerServer:
                     logs=logs,
                     adapters=AdapterNames(dict(self._edge.adapters), 0),
                     keys=self._keys.keys if self._keys is not None else None,
-                    rates_fd=self._keys.memory.fd if self._keys is not None else -1,
+                    rates_fd=self._keys.rates_fd if self._keys is not None else -1,
                 )
             )
         drain_timeout_s = self._config.timeouts.drain_timeout_s

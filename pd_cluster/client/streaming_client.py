@@ -174,20 +174,31 @@ def error_message(body: Any) -> str:
     return str(message)[:MAX_ERROR_CHARS]
 
 
+@dataclass(frozen=True, slots=True)
+class StreamWatch:
+    """Functions that a stream calls: `on_text` with each text, and `on_first` when the first token arrives, with the
+    instances that serve the request.
+    """
+
+    on_text: Callable[[str], None] = lambda text: None
+    on_first: Callable[[tuple[str, ...]], None] = lambda served_by: None
+
+
+NOT_WATCHED = StreamWatch()
+
+
 async def measure(
     client: httpx.AsyncClient,
     url: str,
     body: Mapping[str, Any],
-    on_text: Callable[[str], None] = lambda text: None,
-    on_first: Callable[[tuple[str, ...]], None] = lambda served_by: None,
+    watch: StreamWatch = NOT_WATCHED,
     deadline_s: float = REQUEST_DEADLINE_S,
     resumes: bool = False,
 ) -> Sample:
     """Sends `body` to `url` (/v1/completions or /v1/chat/completions), asking for a stream, usage and token ids.
 
-    `on_first` is called when the first token arrives, with the instances that serve the request. Never raises for
-    failures of the network or the server: they become the sample's `error`. `resumes`: if the connection breaks and the
-    server can resume the stream (--resume-window), the rest is read over a new connection.
+    Never raises for failures of the network or the server: they become the sample's `error`. `resumes`: if the
+    connection breaks and the server can resume the stream (--resume-window), the rest is read over a new connection.
     """
     start_s = time.monotonic()
     recorder = Recorder(start_s)
@@ -205,10 +216,10 @@ async def measure(
             elif not response.headers.get("content-type", "").startswith("text/event-stream"):
                 recorder.fail("the server did not answer with a stream of events")
             else:
-                await _read(response, recorder, on_text, lambda: on_first(served_by), resumes)
+                await _read(response, recorder, watch.on_text, lambda: watch.on_first(served_by), resumes)
             token = response.headers.get(RESUME_TOKEN, "") if resumes else ""
             if token and status == 200 and not recorder.ended:
-                await _resume(client, url, token, recorder, on_text)
+                await _resume(client, url, token, recorder, watch.on_text)
     except TimeoutError:
         recorder.fail(f"not finished within {deadline_s:g} s")
     except (httpx.HTTPError, httpx.InvalidURL) as error:

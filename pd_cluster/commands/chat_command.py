@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from pd_cluster.client.streaming_client import Sample, make_client, measure
+from pd_cluster.client.streaming_client import Sample, StreamWatch, make_client, measure
 from pd_cluster.client.trusted_certificates import reason_of
 from pd_cluster.errors import ConfigError, PdClusterError
 
@@ -81,7 +81,9 @@ class Chat:
         if self.model:
             body["model"] = self.model
         address = f"{self._url}/v1/chat/completions"
-        sample = await measure(client, address, body, self._say, deadline_s=ANSWER_DEADLINE_S, resumes=True)
+        sample = await measure(
+            client, address, body, StreamWatch(self._say), deadline_s=ANSWER_DEADLINE_S, resumes=True
+        )
         if sample.text:
             self._say("\n")
         if sample.error is None:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pd_cluster import __version__, extra_table
+from pd_cluster import __version__
 from pd_cluster.cluster.placement.routing_policy import POLICIES
 from pd_cluster.commands.bench_command import app as bench_app
+from pd_cluster.commands.extra_commands import add_extra
 from pd_cluster.commands.instances_command import ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances_command import app as instances_app
-from pd_cluster.commands.keys_command import app as keys_app
 from pd_cluster.commands.plan_command import plan
 from pd_cluster.commands.run_batch_command import run_batch
 from pd_cluster.commands.settings_flags import (
@@ -36,7 +36,7 @@ from pd_cluster.commands.settings_flags import (
 )
 from pd_cluster.commands.simulate_command import simulate
 from pd_cluster.commands.view_commands import JSON, LOOKING
-from pd_cluster.errors import KEEPS_MARKS, ConfigError, MissingExtra, PdClusterError, flag_of
+from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.lora_settings import SHIPPED_ADAPTER_FLAGS
@@ -63,25 +63,12 @@ app = typer.Typer(
 SERVE, LOOK, CHANGE, OFFLINE = "Serve", "Look and talk", "Change a running cluster", "Without a server"
 app.add_typer(bench_app, name="bench", rich_help_panel=LOOK)
 app.add_typer(instances_app, name="instances", rich_help_panel=CHANGE)
+keys_app = typer.Typer(help="Make and show API keys and the keys of nodes.", no_args_is_help=True)
+for keys_command in ("keys new", "keys list", "keys remove", "keys node"):
+    add_extra(keys_app, keys_command)
 app.add_typer(keys_app, name="keys", rich_help_panel=CHANGE)
-
-
-def _add_extra(name: str, panel: str) -> None:
-    """Adds an extra's command. If the extra is not installed, the command is hidden, and its error names the extra."""
-    try:
-        app.command(name, rich_help_panel=panel)(extra_table.command(name))
-    except MissingExtra as error:
-        line = error
-
-        def missing(context: typer.Context) -> None:
-            raise line
-
-        anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-        app.command(name, hidden=True, context_settings=anything)(missing)
-
-
-_add_extra("endpoint-picker", SERVE)
-_add_extra("dashboard", LOOK)
+add_extra(app, "endpoint-picker", SERVE)
+add_extra(app, "dashboard", LOOK)
 for look in LOOKING:
     app.command(look.__name__.replace("_", "-"), rich_help_panel=LOOK)(look)
 SECRET_FLAGS = (
@@ -278,7 +265,7 @@ def version(json: Annotated[bool, JSON] = False) -> None:
 
 app.command("run-batch", rich_help_panel=OFFLINE, cls=BriefHelp)(run_batch)
 app.command(rich_help_panel=OFFLINE)(plan)
-_add_extra("quantize", OFFLINE)
+add_extra(app, "quantize", OFFLINE)
 app.command(rich_help_panel=OFFLINE, cls=BriefHelp)(simulate)
 
 

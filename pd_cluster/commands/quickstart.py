@@ -26,7 +26,7 @@ import typer
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.client.instance_list import Entries, Traffic, fetch_settled, links_of
-from pd_cluster.client.streaming_client import Sample, make_client, measure
+from pd_cluster.client.streaming_client import Sample, StreamWatch, make_client, measure
 from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.commands.chat_command import print_text
@@ -238,9 +238,11 @@ async def _ask(
         if adapter:
             body["model"] = adapter
         messages = [{"role": "user", "content": content}]
-        sample = await measure(client, f"{url}/v1/chat/completions", {**body, "messages": messages}, on_text)
+        sample = await measure(
+            client, f"{url}/v1/chat/completions", {**body, "messages": messages}, StreamWatch(on_text)
+        )
         if sample.status == 400 and isinstance(content, str):
-            sample = await measure(client, f"{url}/v1/completions", {**body, "prompt": content}, on_text)
+            sample = await measure(client, f"{url}/v1/completions", {**body, "prompt": content}, StreamWatch(on_text))
     return sample
 
 

@@ -35,9 +35,9 @@ from ranktable_tools.host_addresses import bracketed, is_loopback
 from ranktable_tools.ports import GivenPorts, outgoing_warnings, scheduler_ports
 
 if TYPE_CHECKING:
+    from pd_cluster.api.middleware.file_keys import KeySource
     from pd_cluster.api.scheduler_app import Extras
     from pd_cluster.cluster.members.shared_membership import Lease
-    from pd_cluster.cluster.tenancy.key_store import KeyStore
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +66,16 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     from pd_cluster.api.middleware.admin_access import AdminAccess
     from pd_cluster.api.scheduler_app import KnownCluster, SchedulerServer
     from pd_cluster.cluster.members.rank_table_reader import RankTableFiles
-    from pd_cluster.cluster.tenancy.key_store import KeyStore
     from pd_cluster.service.concurrency.interpreter_tuning import tune
 
     http = config.http
     raise_descriptor_limit(http.connections)
     served = [*config.model_names, start.engine.model, *start.engine.adapters.paths]
     may_grow, may_limit = bool(admin.lora_root), not frontend.scheduler_lease
-    keys = KeyStore(http, served, may_grow=may_grow, may_limit=may_limit) if http.key_file else None
+    keys: KeySource | None = None
+    if http.key_file:
+        store = extra_table.load(extra_table.KEY_STORE, called("api_key_file"))
+        keys = store(http, served, may_grow=may_grow, may_limit=may_limit)
     host, port, num = start.process.host, start.process.port, frontend.api_workers
     listeners = bind_path(frontend.uds, num) if frontend.uds else bind_several(host, port, num)
     admin_port = given.scheduler["--admin-port"]
@@ -121,6 +123,8 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
     if resume.window_s and not openai:
         named = f"{called('resume_window')} {resume.window_s:g}"
         raise ConfigError(f"{named}: streams of /generate cannot be resumed (USE_OPENAI=0); leave it out")
+    if resume.window_s:
+        extra_table.load("resumable_streams", called("resume_window"))
     if http.traces_endpoint:
         from pd_cluster.service.request_traces import check_packages
 
@@ -165,7 +169,7 @@ def check_public_dashboard(http: HttpConfig, host: str, frontend: AdmissionSetti
 
 
 def _extras(
-    start: Start, frontend: AdmissionSettings, admin: AdminSettings, admin_url: str, keys: KeyStore | None
+    start: Start, frontend: AdmissionSettings, admin: AdminSettings, admin_url: str, keys: KeySource | None
 ) -> Extras:
     """Returns the optional parts. Raises ConfigError for a folder that cannot be shared."""
     from pd_cluster.api.scheduler_app import Extras

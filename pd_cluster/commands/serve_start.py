@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pd_cluster import extra_table
 from pd_cluster.cluster.members.rank_table_place import (
     TABLE_VARIABLES,
     Place,
@@ -77,6 +78,8 @@ def _place_of(
             raise ConfigError(
                 f"{called(name)}: only a worker registers; give {called('role')} prefill, decode or encode, too"
             )
+    if join.role == "encode":
+        extra_table.load("encoders", f"{called('role')} encode")
     _check_rank(join, engine)
     place = find_place(env) if join.role is None else _place_alone(join, process, engine, timeouts, env)
     if join.data_parallel_rank is not None and place.role in ("scheduler", "encode"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
@@ -44,7 +44,7 @@ def why_none(backend: str, device: Device) -> str:
 def make_pair(store: Any, name: str, rank: int, timeout_s: float, device: Device) -> Any:
     """Creates a group of two processes that survive each other's death. `name` must be unique in this process."""
     os.environ.setdefault(ERROR_HANDLING[_backend(device)], CLEAN_UP_ONLY)
-    return _make(store, name, rank, 2, timeout_s, device, PAIR_BUFFER_MB)
+    return _make(store, device, _Group(name, rank, 2, timeout_s, PAIR_BUFFER_MB))
 
 
 def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
@@ -54,14 +54,14 @@ def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Devic
     Graphs capture NCCL's sums together with the step, so the group's stream needs a priority that no stream for copies
     has; see device_streams.py.
     """
-    return _make(store, "ranks", rank, size, timeout_s, device, GROUP_BUFFER_MB, is_captured=True)
+    return _make(store, device, _Group("ranks", rank, size, timeout_s, GROUP_BUFFER_MB, is_captured=True))
 
 
 def make_unit(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
     """Creates the group of a unit's ranks that exchange rows; as in `make_ranks`, errors end the process. No graph
     captures its calls.
     """
-    return _make(store, "unit", rank, size, timeout_s, device, UNIT_BUFFER_MB)
+    return _make(store, device, _Group("unit", rank, size, timeout_s, UNIT_BUFFER_MB))
 
 
 def buffers_nbytes(device: Device, num_pairs: int, has_ranks: bool, has_unit: bool) -> int:
@@ -88,30 +88,30 @@ def abort(group: Any, device: Device, reason: str) -> None:
         group.abort()
 
 
-def _make(
-    store: Any,
-    name: str,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    device: Device,
-    buffer_mb: int,
-    is_captured: bool = False,
-) -> Any:
+class _Group(NamedTuple):
+    name: str
+    rank: int
+    size: int
+    timeout_s: float
+    buffer_mb: int
+    is_captured: bool = False
+
+
+def _make(store: Any, device: Device, group: _Group) -> Any:
     """Creates a group, whose first call sets up the communicator."""
     devices.use(device)
     group_type = devices.process_group(device)
     options = group_type.Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=group.timeout_s)
     if _backend(device) == "hccl":
-        options.hccl_config = hccl_config(buffer_mb)
-        options.group_id = name  # HCCL's name of the communicator; HCCL rejects a second one of this name
+        options.hccl_config = hccl_config(group.buffer_mb)
+        options.group_id = group.name  # HCCL's name of the communicator; HCCL rejects a second one of this name
         # Otherwise torch-npu makes its global group, which contains all ranks of RANK_TABLE_FILE if that variable is
         # set.
-        options.global_ranks_in_group = list(range(size))
-    elif is_captured:
+        options.global_ranks_in_group = list(range(group.size))
+    elif group.is_captured:
         options.is_high_priority_stream = True
-    return group_type(store, rank, size, options)
+    return group_type(store, group.rank, group.size, options)
 
 
 def _backend(device: Device) -> Backend:

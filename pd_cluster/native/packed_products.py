@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -114,12 +114,26 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.where(is_finite, most / 127.0, torch.nan)
 
 
+class CodeGrid(NamedTuple):
+    """The float32 scales and zeros [N, G] of groups of inputs.
+
+    `group`: the number of inputs in a group, by default K / G; give it if the last group is shorter.
+    """
+
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None = None
+    group: int | None = None
+
+
+NO_GRID = CodeGrid(None)
+
+
 def float32_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, *, flags: tuple[str, ...] = build.FLAGS
 ) -> Linear | None:
     """Makes a layer from weight [N, K] float32 and bias [N]."""
     assert weight.dtype == torch.float32
-    return _pack(_FLOAT32, weight, None, None, bias, None, "float32", flags)
+    return _pack(_FLOAT32, weight, NO_GRID, bias, "float32", flags)
 
 
 def bf16_linear(
@@ -127,7 +141,7 @@ def bf16_linear(
 ) -> Linear | None:
     """Makes a layer from weight [N, K] bfloat16 and bias [N]. Activations are rounded to bfloat16; sums are float32."""
     assert weight.dtype == torch.bfloat16
-    return _pack(_BF16, weight, None, None, bias, None, "bfloat16", flags)
+    return _pack(_BF16, weight, NO_GRID, bias, "bfloat16", flags)
 
 
 def int8_linear(
@@ -143,48 +157,44 @@ def int8_linear(
     Within each of the G groups of inputs, sums of products of codes are exact integers; the groups are added in
     float32. `group`: the number of inputs per group, by default K / G; give it if the last group is shorter.
     """
-    return _pack(_INT8, codes, scales, None, bias, group, "int8", flags)
+    return _pack(_INT8, codes, CodeGrid(scales, group=group), bias, "int8", flags)
 
 
 def int8_weight_only_linear(
     codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
+    grid: CodeGrid,
     bias: torch.Tensor | None,
     *,
     activations: Activations = "float32",
-    group: int | None = None,
     flags: tuple[str, ...] = build.FLAGS,
 ) -> Linear | None:
-    """Makes a layer from (codes - zeros) * scales: int8 codes [N, K], float32 scales and zeros [N, G].
+    """Makes a layer from (codes - zeros) * scales: int8 codes [N, K].
 
-    Activations stay float32 unless `activations` says otherwise. `group` as in `int8_linear`.
+    Activations stay float32 unless `activations` says otherwise.
     """
-    return _pack(_INT8, codes, scales, zeros, bias, group, activations, flags)
+    return _pack(_INT8, codes, grid, bias, activations, flags)
 
 
 def int4_linear(
     codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
+    grid: CodeGrid,
     bias: torch.Tensor | None,
     *,
     activations: Activations = "float32",
-    group: int | None = None,
     flags: tuple[str, ...] = build.FLAGS,
 ) -> Linear | None:
     """Makes a layer from (codes - zeros) * scales: int8 codes [N, K] from -8 to 7, or 0 to 15 with zeros [N, G].
 
     Activations stay float32 unless `activations` says otherwise. A group of more than 128 inputs is summed in parts,
-    which are added in float32. `group` as in `int8_linear`. Raises ModelError if a code has more than four bits.
+    which are added in float32. Raises ModelError if a code has more than four bits.
     """
     least, most = (int(code) for code in codes.aminmax()) if codes.numel() else (0, 0)
-    if most > 7 and zeros is not None:
-        codes, zeros = codes - 8, zeros - 8
+    if most > 7 and grid.zeros is not None:
+        codes, grid = codes - 8, grid._replace(zeros=grid.zeros - 8)
         least, most = least - 8, most - 8
     if least < -8 or most > 7:
         raise ModelError(f"codes from {least} to {most} are not 4-bit codes (-8 to 7, or 0 to 15 with zeros)")
-    return _pack(_INT4, codes, scales, zeros, bias, group, activations, flags)
+    return _pack(_INT4, codes, grid, bias, activations, flags)
 
 
 def fp8_weight_only_linear(
@@ -204,9 +214,8 @@ def fp8_weight_only_linear(
     codes = codes.view(torch.int8)
     if bool((codes & 0x7F == 0x7F).any()):
         raise ModelError("a weight of float8_e4m3fn is NaN")
-    return _pack(
-        _E4M3, codes, scales * 256.0, None, bias, group, activations, flags
-    )  # undoes the factor 2^-8 of the kernels' numbers (packed_weights.h)
+    grid = CodeGrid(scales * 256.0, group=group)  # undoes the factor 2^-8 of the kernels' numbers (packed_weights.h)
+    return _pack(_E4M3, codes, grid, bias, activations, flags)
 
 
 class PackedProduct:
@@ -245,13 +254,12 @@ class PackedProduct:
 def _pack(
     form: _PackedForm,
     codes: torch.Tensor,
-    scales: torch.Tensor | None,
-    zeros: torch.Tensor | None,
+    grid: CodeGrid,
     bias: torch.Tensor | None,
-    group: int | None,
     activations: Activations,
     flags: tuple[str, ...],
 ) -> Linear | None:
+    scales, zeros, group = grid
     library = load_library(flags)
     if library is None:
         return None

@@ -18,8 +18,8 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.host import open_files
 from pd_cluster.net import zmq_sockets
 from pd_cluster.net.mailbox_connections import CLOSED, Connections
-from pd_cluster.net.node_proofs import NODE_REFUSED, Nodes, ProvenNode, plain
-from pd_cluster.net.peer_admission import Admission, peer_key
+from pd_cluster.net.node_trust import NODE_REFUSED, NodeTrust, ProvenNode, plain
+from pd_cluster.net.peer_admission import Admission, Life, peer_key
 from pd_cluster.net.zmq_sockets import Connection, KeyPair, next_event, open_dealer
 from ranktable_tools.host_addresses import bracketed
 
@@ -42,7 +42,7 @@ class LocalIdentity:
     kind: Literal["scheduler", "worker"]
     keys: KeyPair
     admission: Admission
-    nodes: Nodes
+    nodes: NodeTrust
 
 
 class Handshake:
@@ -108,8 +108,8 @@ class Handshake:
         if self._num_refused <= MOST_LINES:
             log.error(refusal, *of)
 
-    def connect(self, context: Any, conn: str, name: str, epoch: int, host: str, port: int, key: bytes) -> None:
-        peer = peer_key(name, epoch)
+    def connect(self, context: Any, conn: str, life: Life, host: str, port: int, key: bytes) -> None:
+        peer = peer_key(*life)
         try:
             socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)
         except zmq.ZMQError as error:
@@ -118,7 +118,7 @@ class Handshake:
             self._connections.handler.on_closed(conn, peer, f"cannot connect to {host}:{port}: {error}")
             return
         connection = Connection(
-            conn, peer, epoch, self._clock(), peer_key=key, host=host, socket=socket, monitor=monitor
+            conn, peer, life.epoch, self._clock(), peer_key=key, host=host, socket=socket, monitor=monitor
         )
         self._connections.add(connection)
         try:

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,8 +22,7 @@ from zmq.utils import z85
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.net.event_replays import SEQUENCE_NBYTES, EventReplays, frames_of
-from pd_cluster.net.node_key_files import read_node_keys
-from pd_cluster.net.node_proofs import READ_AGAIN_S, Nodes
+from pd_cluster.net.node_trust import READ_AGAIN_S, node_trust
 from pd_cluster.net.zmq_sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key
 from pd_cluster.settings.kv_events_config import KVEventsConfig, check_private, is_private
 from pd_cluster.settings.process_configs import Credentials
@@ -46,8 +44,8 @@ class EventPublisher:
         self._config = config
         has_curve = bool(credentials.node_key_file and credentials.trusted_nodes)
         check_private(config, has_curve)
-        self._nodes = Nodes(credentials, "", b"", b"")
-        self._keys = KeyPair.of(read_node_keys(Path(credentials.node_key_file)).private[0]) if has_curve else None
+        self._nodes = node_trust(credentials)
+        self._keys = KeyPair.of(self._nodes.private_key) if has_curve else None
         self.context = zmq.Context()
         self._auth: ThreadAuthenticator | None = None
         if self._keys is not None:

@@ -28,7 +28,7 @@ from pd_cluster.host import raise_open_files
 from pd_cluster.net.connection_handshake import Handshake, LocalIdentity
 from pd_cluster.net.mailbox_connections import Connections, Handler
 from pd_cluster.net.map_deltas import DeltaLost
-from pd_cluster.net.node_proofs import NODE_REFUSED, READ_AGAIN_S, Nodes, plain
+from pd_cluster.net.node_trust import NODE_REFUSED, READ_AGAIN_S, node_trust, plain
 from pd_cluster.net.payload_channel import PayloadSender
 from pd_cluster.net.peer_admission import Admission, Life, peer_key
 from pd_cluster.net.zmq_sockets import Connection, KeyPair, decode_key, new_context, open_router, receive
@@ -61,7 +61,7 @@ class Mailbox:
         self._keys = KeyPair.of(credentials.key)
         own = peer_key(*life)
         self._admission = admission(credentials, own, self._keys.public)
-        self._nodes = Nodes(credentials, own, self._keys.private, self._keys.public)
+        self._nodes = node_trust(credentials, own, self._keys.private, self._keys.public)
         self._timeouts = timeouts
         self._clock = clock
         raise_open_files(WANTED_FILES)
@@ -142,7 +142,7 @@ class Mailbox:
         `on_opened` or `on_closed` follows within the connect timeout.
         """
         conn = f"{self.name}@{self.epoch:x}#{next(self._counter)}"
-        self._call(lambda: self._opening.connect(self._context, conn, name, epoch, host, port, key))
+        self._call(lambda: self._opening.connect(self._context, conn, Life(name, epoch), host, port, key))
         return conn
 
     def beat(self) -> None:

@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pd_cluster import wire
 from pd_cluster.net.map_deltas import LinkReceiver, LinkSender, PeersReceiver
-from pd_cluster.net.node_proofs import ProvenNode
+from pd_cluster.net.node_trust import ProvenNode
 
 HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more closes the connection
 HANDSHAKE_TIMEOUT_S = 5.0

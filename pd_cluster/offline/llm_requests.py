@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -86,14 +86,18 @@ def check_have_text(prompts: list[Prompt], has_text: bool) -> None:
         )
 
 
+class ChatAbilities(NamedTuple):
+    has_tool_parser: bool
+    takes_images: bool
+
+
 def requests_for_chats(
     conversations: list[list[dict[str, Any]]],
     params: list[SamplingParams],
     template: dict[str, Any],
     new_seed: Callable[[], int],
-    has_tool_parser: bool,
+    able: ChatAbilities,
     allows_control_tokens: bool | None = None,
-    takes_images: bool = False,
 ) -> list[LLMRequest]:
     """Makes a request for each conversation. `template`: the chat's other fields, for all. Raises RequestError."""
     shared = {name: plain(name, value) for name, value in template.items() if value is not None}
@@ -105,8 +109,8 @@ def requests_for_chats(
         request = checked({"messages": plain("messages", messages), **fields, **shared}, ChatCompletionRequest)
         _check_numbers(request)
         for at, message in enumerate(request.messages):
-            message.to_template(at, takes_images)
-        tools_of(request, has_tool_parser)
+            message.to_template(at, able.takes_images)
+        tools_of(request, able.has_tool_parser)
         if request.own_seed is None:
             request = request.model_copy(update={"seed": new_seed()})
         name, most = f"chatcmpl-{secrets.token_hex(12)}", _most_together(each)

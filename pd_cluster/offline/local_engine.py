@@ -179,8 +179,10 @@ class LocalEngine:
         import torch
 
         from pd_cluster.devices.openmp_spinning import Spinning
-        from pd_cluster.engine.assembly.build_engine import build_core, endpoint_of, legs_of, weights_of
+        from pd_cluster.engine.assembly.build_engine import build_core
+        from pd_cluster.engine.assembly.build_legs import endpoint_of, legs_of
         from pd_cluster.engine.assembly.build_stages import adapters_of
+        from pd_cluster.engine.assembly.build_weights import weights_of
         from pd_cluster.engine.handover.engine_events import ConnOpened
         from pd_cluster.engine.handover.handover_context import HandoverContext
         from pd_cluster.engine.lifecycle.availability import Availability

@@ -28,6 +28,7 @@ from pd_cluster.offline.llm_pooling import (
 )
 from pd_cluster.offline.llm_prompts import Prompt, paired, pictures_of, read_conversations, read_prompts, refuse
 from pd_cluster.offline.llm_requests import (
+    ChatAbilities,
     LLMRequest,
     check_have_text,
     named,
@@ -233,9 +234,8 @@ class LLM:
             params,
             template,
             self._new_seed,
-            self._has_tool_parser,
+            ChatAbilities(self._has_tool_parser, self._offline.checkpoint.vision is not None),
             allow_control_tokens,
-            self._offline.checkpoint.vision is not None,
         )
         asks = with_adapters(asks, adapters, self._offline.adapters.variants(adapters))
         return self._answered(asks, use_tqdm)

@@ -162,8 +162,8 @@ class ReplyFormat:
         """Returns the guide for a whole reply, whose content must follow `answer`; None: no constraint. `are_some`: the
         model also sees other tools. Raises RequestError.
         """
-        start = self._start(prompt_end)
-        return reply_guides.guide_of(self._calls, self._thinking, start, tools, choice, most_calls, answer, are_some)
+        calls = reply_guides.CallRules(tools, choice, most_calls, are_some)
+        return reply_guides.guide_of(self._calls, self._thinking, self._start(prompt_end), calls, answer)
 
     def budgeted(self, guide: Guide | None, num_tokens: int, prompt_end: str) -> Guide | None:
         """Returns the guide, if any, of a reply whose reasoning has at most this many tokens.

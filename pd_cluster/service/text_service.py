@@ -16,13 +16,10 @@ from pd_cluster.service.callers.served_names import ServedNames
 from pd_cluster.service.generation.generation_watch import request_log
 from pd_cluster.service.generation.kv_handles import KVHandles
 from pd_cluster.service.generation.prompt_generation import Generation
-from pd_cluster.service.generation.stream_resumption import StreamResumption
 from pd_cluster.service.generation.text_generator import TextGenerator
 from pd_cluster.service.media.given_media import given_sources
 from pd_cluster.service.media.media_preparation import MediaPreparation, PromptWithMedia
-from pd_cluster.service.pooling.classifier import Classifier
-from pd_cluster.service.pooling.label_scoring import LabelScorer
-from pd_cluster.service.pooling.scoring import scorer_of
+from pd_cluster.service.pooling.poolers import poolers_of
 from pd_cluster.service.preprocessing.chat_preprocessor import chats_of, reply_format_of
 from pd_cluster.service.preprocessing.request_preprocessor import preprocessor_of
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
@@ -51,7 +48,6 @@ class TextService:
         log = request_log(settings.http.log)
         answering = TextGenerator(router, log, settings.stream_interval)
         self.pieces, self.stream, self.complete = answering.pieces, answering.stream, answering.complete
-        self.resumption = StreamResumption(settings.resume)
         self._instances = ServingInstances(router, config.max_model_len)
         self.tokenizer = tokenizer = Tokenizer(checkpoint.tokenizer_path, settings.chat.template, checkpoint.path)
         self.shows_token_ids = settings.returns_tokens_as_token_ids or not tokenizer.has_text
@@ -76,10 +72,8 @@ class TextService:
         )
         self._chats = chats_of(self.intake, self._pictures, form, settings)
         self.guard = self._chats.guard  # keeps control tokens out of chats; None if chats may contain them
-        self.scorer = scorer_of(router, self.intake, self.guard, checkpoint.path, log, settings.pooler)
-        self.embedder = self.scorer.embedder
-        self.classifier = Classifier(self.embedder, checkpoint.path)
-        self.label_scorer = LabelScorer(encoder, self.intake.has_priorities, self.vocab_size)
+        poolers = poolers_of(router, self.intake, self.guard, checkpoint.path, log, settings.pooler)
+        self.scorer, self.embedder, self.classifier, self.label_scorer = poolers
 
     @property
     def max_model_len(self) -> int:
@@ -180,7 +174,6 @@ class TextService:
         self,
         request: GenerationRequest,
         prompt: str | list[int] | PromptWithMedia,
-        special: bool = True,
         received_s: float | None = None,
         caller: Caller = NOBODY,
         pictures: Sequence[Any] = (),
@@ -196,7 +189,7 @@ class TextService:
         else:
             if isinstance(prompt, str):
                 prompt = self.spelled(PromptText(prompt), pictures).text
-            (token_ids,) = await self.intake.token_ids(request, [prompt], special, caller)
+            (token_ids,) = await self.intake.token_ids(request, [prompt], True, caller)
             shown = await self.illustrated(token_ids, pictures)
         generation = self.intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pd_cluster import wire
 from pd_cluster.costs.linear_costs import HandoverCost
+from pd_cluster.engine.handover.links.link_ends import LinkName
 from pd_cluster.engine.handover.shipping import MIN_LAYERS_NBYTES
 from pd_cluster.kv.kv_layout import KVLayout, Lane
 from pd_cluster.simulate.event_agenda import Agenda
@@ -70,10 +71,8 @@ class SimulatedLanes:
     ) -> None:
         self.cables, self.wires, self.layout, self.send, self.later = cables, wires, layout, send, later
 
-    def send_end(
-        self, conn: str, link_id: str, peer: str, index: int, lane: Lane, report: Report, note: Note
-    ) -> SimulatedSendEnd:
-        return SimulatedSendEnd(self, conn)
+    def send_end(self, link: LinkName, index: int, lane: Lane, report: Report, note: Note) -> SimulatedSendEnd:
+        return SimulatedSendEnd(self, link.conn)
 
     def receive_end(
         self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from pd_cluster import wire
 from pd_cluster.types import TokenOutput
-
-if TYPE_CHECKING:
-    import torch
 
 
 class LinkFailed(msgspec.Struct, frozen=True, tag=True):
@@ -60,32 +55,3 @@ def numbers_of(piece: wire.KVPiece, nbytes: int, started_s: float) -> dict[str, 
         "nbytes": nbytes,
         "took_us": round((time.monotonic() - started_s) * 1e6),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderReached:
-    """The encoder at the other end of a connection is reached, and sends features over this transport."""
-
-    conn: str
-    transport: wire.TransportName
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderUnreached:
-    """The encoder cannot send features, or can no longer send them. `retry`: a later attempt may succeed."""
-
-    conn: str
-    reason: str
-    retry: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FeaturesRead:
-    """The features of an item, on the host; None: `reason` says why they could not be read."""
-
-    item: int
-    features: torch.Tensor | None
-    reason: str = ""
-
-
-FeatureEvent = EncoderReached | EncoderUnreached | FeaturesRead

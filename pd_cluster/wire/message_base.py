@@ -29,7 +29,7 @@ def owner_of(client: str) -> bytes:
 
 
 class NodeProof(msgspec.Struct, frozen=True, array_like=True):
-    """Proves that the sender has the private key of a node's public key; net/node_proofs.py computes it."""
+    """Proves that the sender has the private key of a node's public key; extras/node_keys computes it."""
 
     public_key: PublicKey
     mac: Annotated[bytes, msgspec.Meta(max_length=32)]

@@ -17,7 +17,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, write_key_file
+from pd_cluster.extras.key_file.key_file import KeyFile, digest_of, write_key_file
 from pd_cluster.process_messages import ApiKey
 from tests.api.conftest import FLAGS
 from tests.support.adapters import make_adapter

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.net.node_key_files import (
+from pd_cluster.extras.node_keys.node_key_files import (
     Node,
     NodeKeys,
     PublicPart,

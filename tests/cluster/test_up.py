@@ -23,8 +23,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.cluster.tenancy.key_file import KeyFile, write_key_file
 from pd_cluster.commands.cli import main
+from pd_cluster.extras.key_file.key_file import KeyFile, write_key_file
 from tests.support.cluster import free_port_pair
 from tests.support.resuming import EventReader, data_of, id_of, resuming, token_ids_of
 

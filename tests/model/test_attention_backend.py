@@ -95,7 +95,9 @@ def test_latents_have_kernels_on_cuda(wanted: str, caplog: pytest.LogCaptureFixt
     attention = choose_attention(wanted, CONFIG, layout, CUDA)
     assert (attention.name, caplog.text) == ("Triton", "")
     assert attention.make_ops is not None
-    deterministic = choose_attention(wanted, CONFIG, layout, CUDA, is_deterministic=True)
+    deterministic = choose_attention(
+        wanted, CONFIG, layout, CUDA, options=choice.AttentionOptions(is_deterministic=True)
+    )
     assert deterministic.name == "deterministic Triton"
     too_wide = replace(layout, planes=latents(1024, 64))
     if wanted == "auto":
@@ -121,7 +123,7 @@ def test_sdpa_asked_for_on_cpu_takes_the_place_of_the_c_kernels(
 ) -> None:
     monkeypatch.setattr(model_loader, "CpuOps", lambda: pytest.fail("the C kernels were built"))
     folder = Checkpoint.open(str(checkpoint("llama")))
-    model = model_loader.load_model(folder, "float32", CPU, attention_backend="sdpa")
+    model = model_loader.load_model(folder, "float32", CPU, choices=model_loader.LoadChoices(attention_backend="sdpa"))
     assert model.kernels == "fused layers, torch kernels, attention by SDPA"
 
 

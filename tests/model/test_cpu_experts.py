@@ -12,7 +12,7 @@ import torch
 from pd_cluster.model.kernels.cpu.decoder_layers import ACTIVATIONS
 from pd_cluster.model.kernels.cpu.ops import CpuOps
 from pd_cluster.model.layers import expert_weights
-from pd_cluster.model.layers.expert_weights import apply_experts
+from pd_cluster.model.layers.expert_weights import EachExpert, apply_experts
 from pd_cluster.model.layers.gated_mlp import Activation
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.model.layers.packed_linear import Linear
@@ -39,8 +39,9 @@ class Block(NamedTuple):
     at_once: ExpertProducts
 
     def one_by_one(self, ops: CpuOps, activation: Activation, *given: torch.Tensor) -> torch.Tensor:
-        layers = self.gate_ups.__getitem__, self.downs.__getitem__
-        return apply_experts(layers, len(self.downs), lambda x: ops.gate(x, activation), *given)
+        gate_up, down = self.gate_ups.__getitem__, self.downs.__getitem__
+        experts = EachExpert(gate_up, down, len(self.downs), lambda x: ops.gate(x, activation))
+        return apply_experts(experts, *given)
 
 
 def layer(form: str, weight: torch.Tensor, bias: torch.Tensor | None, flags: tuple[str, ...]) -> Linear | None:

@@ -16,6 +16,7 @@ from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.native import build
 from pd_cluster.native import packed_products as quantized
 from pd_cluster.native.packed_products import (
+    CodeGrid,
     bf16_linear,
     bf16_way,
     fp8_weight_only_linear,
@@ -157,7 +158,7 @@ def test_codes_of_4_and_8_bits(
     ]
     for make, least, most in makers:
         codes = torch.randint(least, most, (outputs, inputs), dtype=torch.int8)
-        layer = make(codes, scales, zeros, bias, activations=activations, group=group, flags=flags)
+        layer = make(codes, CodeGrid(scales, zeros, group), bias, activations=activations, flags=flags)
         assert layer is not None
         weight = codes.double() - (0 if zeros is None else expanded(zeros, group, inputs))
         expected = rounded @ (weight * expanded(scales, group, inputs)).T + bias
@@ -211,10 +212,10 @@ def layers_of(outputs: int, inputs: int, flags: tuple[str, ...]) -> dict[str, Li
     return {
         "int8": int8_linear(codes, scales, bias, flags=flags),
         "bf16": bf16_linear(codes.bfloat16(), bias, flags=flags),
-        "int8 weight only": int8_weight_only_linear(codes, scales, scales, bias, flags=flags),
-        "int4": int4_linear(codes, scales, None, bias, flags=flags),
-        "int4 with codes": int4_linear(codes, scales, None, bias, activations="int8", flags=flags),
-        "int4 in bfloat16": int4_linear(codes, scales, None, bias, activations="bfloat16", flags=flags),
+        "int8 weight only": int8_weight_only_linear(codes, CodeGrid(scales, scales), bias, flags=flags),
+        "int4": int4_linear(codes, CodeGrid(scales), bias, flags=flags),
+        "int4 with codes": int4_linear(codes, CodeGrid(scales), bias, activations="int8", flags=flags),
+        "int4 in bfloat16": int4_linear(codes, CodeGrid(scales), bias, activations="bfloat16", flags=flags),
         "fp8": fp8_weight_only_linear(codes.float().to(torch.float8_e4m3fn), scales, bias, flags=flags),
     }
 
@@ -244,10 +245,10 @@ def test_prompts(flags: tuple[str, ...]) -> None:
         one, scales = torch.rand(outputs, 1), torch.rand(outputs, 8)
         bias = torch.randn(outputs) if has_bias else None
         for name, layer, weight in (
-            ("int8", int8_weight_only_linear(codes, one, None, bias, flags=flags), codes * one),
+            ("int8", int8_weight_only_linear(codes, CodeGrid(one), bias, flags=flags), codes * one),
             (
                 "int4",
-                int4_linear(codes, scales, scales, bias, flags=flags),
+                int4_linear(codes, CodeGrid(scales, scales), bias, flags=flags),
                 (codes.view(outputs, 8, 128) - scales[..., None]) * scales[..., None],
             ),
             ("fp8", fp8_weight_only_linear(codes.to(torch.float8_e4m3fn), one, bias, flags=flags), codes * one),
@@ -320,7 +321,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the kernels cannot be compiled here")
     codes, ones = torch.full((16, 64), 8, dtype=torch.int8), torch.ones(16, 1)
     with pytest.raises(ModelError, match="codes from 8 to 8 are not 4-bit codes"):
-        int4_linear(codes, ones, None, None)
+        int4_linear(codes, CodeGrid(ones), None)
     with pytest.raises(ModelError, match="64 inputs cannot have 2 scales of 64 inputs each"):
         int8_linear(codes, torch.ones(16, 2), None, group=64)
     with pytest.raises(ModelError, match="is NaN"):

@@ -17,6 +17,7 @@ from pd_cluster.model.kernels.cuda.attention.attention_plan import (
     MAX_SPLITS,
     PROGRAMS_PER_SM,
     SPLIT_KEYS,
+    PlanRules,
     most_splits,
     padded_items,
     plan_attention,
@@ -276,7 +277,7 @@ TILES_OF_16 = AttentionConfigs(TileConfig(16, 32, 4, 2), TileConfig(16, 32, 4, 2
 )
 def test_tiles_have_every_query_once_and_most_work_first(sequences: list[tuple[int, int]], group: int) -> None:
     query_lens, prefixes = np.array(sequences).T
-    plan = plan_attention(query_lens, query_lens + prefixes, group, 2, TILES_OF_16, H100_SMS)
+    plan = plan_attention(query_lens, query_lens + prefixes, PlanRules(group, 2, TILES_OF_16, H100_SMS))
     per_tile = 16 // group
     seen = [(seq, 0) for seq in plan.decode_seqs.tolist()]
     work = []
@@ -355,9 +356,10 @@ def test_a_padded_plan_holds_every_step_of_its_size(sequences: list[tuple[int, i
     query_lens, prefixes = np.array(sequences).T
     context_lens = query_lens + prefixes
     num_tokens, num_seqs = int(query_lens.sum()) + 1, len(sequences)
-    own = plan_attention(query_lens, context_lens, group, 2, TILES_OF_16, H100_SMS)
+    rules = PlanRules(group, 2, TILES_OF_16, H100_SMS)
+    own = plan_attention(query_lens, context_lens, rules)
     decode_seqs, tiles = padded_items(query_lens, context_lens, num_tokens, num_seqs, group, TILES_OF_16)
-    padded = plan_padded(num_tokens, num_seqs, 1000, group, 2, TILES_OF_16, H100_SMS)
+    padded = plan_padded(num_tokens, num_seqs, 1000, rules)
     assert (decode_seqs.shape, tiles.shape) == (padded.decode_seqs.shape, padded.tiles.shape)
     assert not padded.all_decode
     assert padded.max_splits >= own.max_splits

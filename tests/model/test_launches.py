@@ -193,7 +193,7 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows_or_place_in_a_bu
 
     from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for
     from pd_cluster.model.kernels.cuda.attention.attention_plan import plan_decode
-    from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, attend
+    from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, PagedKV, attend
     from pd_cluster.model.kernels.cuda.linear.lora_tables import CudaTable
     from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks
 
@@ -211,8 +211,8 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows_or_place_in_a_bu
         plan = plan_decode(num_rows, 1000 * num_rows, 2, configs_for(64, 16, 4, (9, 0)), 132)
         starts, lens = numbers(num_rows + 1), numbers(num_rows)
         arrivals = torch.zeros(plan.num_arrivals(2), dtype=torch.int32)
-        batch = BatchMetadata(starts, lens, numbers(8), starts, numbers(0), numbers(0).view(0, 2), arrivals)
-        attend(torch.zeros(num_rows, 8, 64, dtype=torch.bfloat16), pool, pool, batch, plan, Scoring(0.1))
+        batch = BatchMetadata(plan, starts, lens, numbers(8), starts, numbers(0), numbers(0).view(0, 2), arrivals)
+        attend(torch.zeros(num_rows, 8, 64, dtype=torch.bfloat16), PagedKV(pool, pool), batch, Scoring(0.1))
     assert len(found) == 3, sorted(found)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.replaced_weights import check_replacement, version_files
-from pd_cluster.engine.assembly.build_engine import weights_of
+from pd_cluster.engine.assembly.build_weights import weights_of
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ModelError
 from pd_cluster.model.runner.model_runner import ModelRunner

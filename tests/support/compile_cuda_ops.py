@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from pd_cluster.kv.copy_kernel import copy_pairs
 from pd_cluster.kv.kv_layout import CODE_BITS, stored_width
+from pd_cluster.model.kernels.cuda.attention.paged_attention import PagedKV
 from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
 from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
 from pd_cluster.model.kernels.cuda.linear.skinny_gate import SkinnyGate
@@ -87,11 +88,9 @@ def heads(
         Heads(3, num_heads, num_kv_heads, head_dim, 1.0, q_norm=weight, k_norm=weight),
         empty(8, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
         Rope(*(empty(8, head_dim, dtype=FP32 if wide else dtype) for _ in range(2))),
-        pool[:, 3, 0],
-        pool[:, 3, 1],
+        PagedKV(pool[:, 3, 0], pool[:, 3, 1], codes),
         empty(8, dtype=torch.int64),
         pdl=pdl,
-        pool_dtype=codes,
     )
 
 

@@ -70,14 +70,13 @@ def launch_latents(num_heads: int, num_rows: int, dtype: torch.dtype = torch.bfl
             slot_mapping=torch.empty(num_rows, dtype=torch.int64),
             layer_written=lambda layer_idx, window: None,
         )
-        latent_heads.attend_latents(
-            lambda query, *_: query[..., :512],
-            layer,
+        rows = latent_heads.LatentRows(
             torch.empty(num_rows, num_heads * 192, dtype=dtype),
             torch.empty(num_rows, 576, dtype=dtype),
             Rope(*(torch.empty(num_rows, 64, dtype=dtype) for _ in range(2))),
-            cast(ForwardBatch, batch),
         )
+        by = latent_heads.LatentKernels(lambda query, *_: query[..., :512])
+        latent_heads.attend_latents(by, layer, rows, cast(ForwardBatch, batch))
 
 
 FEW: dict[str, Callable[[], None]] = {

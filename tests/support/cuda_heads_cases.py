@@ -12,6 +12,7 @@ from pd_cluster.kv.block_major import DeviceBlocks
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.model.inputs.forward_batch import build_batch
+from pd_cluster.model.kernels.cuda.attention.paged_attention import PagedKV
 from pd_cluster.model.kernels.cuda.ops import CudaOps, prepare
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
 from pd_cluster.types import Request, RequestSpec, Sampling
@@ -71,7 +72,7 @@ def test_prepare_rotates_and_writes_bit_for_bit(
     rope = make_rope(num_tokens, head_dim, dtype)
     rope.cos[3], rope.sin[3] = rope.cos[2], rope.sin[2]
     qkv = strided(qkv)
-    query = prepare(heads, qkv, rope, *pool.layer(1), slots)
+    query = prepare(heads, qkv, rope, PagedKV(*pool.layer(1)), slots)
     expected_query, key, value = expected_heads(heads, qkv, rope)
     assert torch.equal(query, expected_query)
     assert query.is_contiguous()
@@ -89,7 +90,7 @@ def test_prepare_norms_each_head(dtype: torch.dtype) -> None:
     slots, rope = torch.tensor([7, 3, 9]), make_rope(3, 128, dtype)
     for qkv in (whole_numbers(3, 10 * 128).to(dtype), torch.randn(3, 10 * 128).to(dtype)):
         pool = make_pool(heads, 4, 3, dtype)
-        query = prepare(heads, qkv, rope, *pool.layer(0), slots)
+        query = prepare(heads, qkv, rope, PagedKV(*pool.layer(0)), slots)
         expected_query, key, value = expected_heads(heads, qkv, rope)
         key_pool, value_pool = (part.flatten(0, 1)[slots] for part in pool.layer(0))
         assert torch.equal(value_pool, value)
@@ -110,7 +111,7 @@ def test_prepare_writes_in_the_dtype_of_the_pool(dtype: torch.dtype, pool_dtype:
     heads = Heads(0, 2, 1, 32, 1.0)
     pool = make_pool(heads, 16, 2, pool_dtype)
     qkv, rope, slots = torch.randn(2, 4 * 32).to(dtype), make_rope(2, 32, dtype), torch.tensor([31, 1])
-    prepare(heads, qkv, rope, *pool.layer(0), slots)
+    prepare(heads, qkv, rope, PagedKV(*pool.layer(0)), slots)
     _, key, value = expected_heads(heads, qkv, rope)
     key_pool, value_pool = (part.flatten(0, 1)[slots] for part in pool.layer(0))
     assert torch.equal(key_pool, key.to(pool_dtype))

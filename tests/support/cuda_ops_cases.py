@@ -17,6 +17,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from pd_cluster.model.kernels.cuda.attention.paged_attention import PagedKV
 from pd_cluster.model.kernels.cuda.ops import CudaOps, prepare
 from pd_cluster.model.kernels.cuda.sampling.argmax import argmax_rows
 from pd_cluster.model.layers.gated_mlp import Activation
@@ -100,7 +101,7 @@ def test_rotations_by_wide_tables_are_rounded_once(dtype: torch.dtype) -> None:
     angles = torch.cat((angles, angles), dim=-1)
     rope, qkv = Rope(angles.cos(), angles.sin()), torch.randn(3, 4 * 16).to(dtype)
     keys, values = (torch.zeros(1, 4, 1, 16, dtype=dtype) for _ in range(2))
-    query = prepare(Heads(0, 2, 1, 16, 1.0), qkv, rope, keys, values, torch.arange(3))
+    query = prepare(Heads(0, 2, 1, 16, 1.0), qkv, rope, PagedKV(keys, values), torch.arange(3))
     heads = qkv.double().view(3, 4, 16)[:, :3]
     left, right = heads.chunk(2, dim=-1)
     turned = heads * rope.cos[:, None] + torch.cat((-right, left), dim=-1) * rope.sin[:, None]

@@ -11,7 +11,7 @@ import torch
 
 from pd_cluster.model.kernels.cuda.attention import paged_attention
 from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for
-from pd_cluster.model.kernels.cuda.attention.attention_plan import SPLIT_KEYS, AttentionPlan, plan_attention
+from pd_cluster.model.kernels.cuda.attention.attention_plan import SPLIT_KEYS, PlanRules, plan_attention
 from pd_cluster.model.layers.attention.sdpa import Scoring
 from tests.support.attention_parity import EDGE, AttentionCase, Tensors, content_of, worst_share
 from tests.support.interpreted import mend
@@ -60,9 +60,9 @@ def repeated(sequences: list[list[int]], num_launches: int) -> int:
     contents = contents_of(case, len(key_pool), torch.Generator(device).manual_seed(11))
     scoring = Scoring(case.head_dim**-0.5)
     expected = by_kernels(case, contents, key_pool, value_pool, scoring)
-    batch, plan = planned(case, contents)
+    batch, cached = planned(case, contents), paged_attention.PagedKV(key_pool, value_pool)
     query = torch.cat([content.query for content in contents])
-    found = (paged_attention.attend(query, key_pool, value_pool, batch, plan, scoring) for _ in range(num_launches))
+    found = (paged_attention.attend(query, cached, batch, scoring) for _ in range(num_launches))
     return sum(not torch.equal(each, expected) for each in found)
 
 
@@ -98,14 +98,14 @@ def by_kernels(
         new.append(torch.stack((content.keys[prefix:], content.values[prefix:])))
     keys, values = torch.cat(new, dim=1)
     paged_attention.write_kv(keys, values, key_pool, value_pool, torch.cat(slots))
-    batch, plan = planned(case, contents)
+    batch, cached = planned(case, contents), paged_attention.PagedKV(key_pool, value_pool)
     query = torch.cat([content.query for content in contents])
-    numel = plan.workspace_numel(case.num_heads, case.head_dim)
+    numel = batch.plan.workspace_numel(case.num_heads, case.head_dim)
     workspace = torch.full((numel,), math.nan, device=case.device)
-    return paged_attention.attend(query, key_pool, value_pool, batch, plan, scoring, workspace=workspace)
+    return paged_attention.attend(query, cached, batch, scoring, paged_attention.Buffers(workspace=workspace))
 
 
-def planned(case: AttentionCase, contents: list[Tensors]) -> tuple[paged_attention.BatchMetadata, AttentionPlan]:
+def planned(case: AttentionCase, contents: list[Tensors]) -> paged_attention.BatchMetadata:
     """Plans with the configs that a server uses on this device; the interpreter uses those of Hopper."""
     query_lens, context_lens = np.array(case.sequences).T
     group, bits = case.num_heads // case.num_kv_heads, case.torch_dtype.itemsize * 8
@@ -114,12 +114,13 @@ def planned(case: AttentionCase, contents: list[Tensors]) -> tuple[paged_attenti
         capability = torch.cuda.get_device_capability()
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     configs = configs_for(case.head_dim, bits, group, capability)
-    plan = plan_attention(query_lens, context_lens, group, case.num_kv_heads, configs, num_sms)
+    plan = plan_attention(query_lens, context_lens, PlanRules(group, case.num_kv_heads, configs, num_sms))
 
     def there(numbers: Any) -> torch.Tensor:
         return torch.as_tensor(np.asarray(numbers), dtype=torch.int32, device=case.device)
 
-    batch = paged_attention.BatchMetadata(
+    return paged_attention.BatchMetadata(
+        plan,
         there([0, *np.cumsum(query_lens)]),
         there(context_lens),
         torch.cat([content.table for content in contents]).int(),
@@ -128,4 +129,3 @@ def planned(case: AttentionCase, contents: list[Tensors]) -> tuple[paged_attenti
         there(plan.tiles),
         torch.zeros(plan.num_arrivals(case.num_kv_heads), dtype=torch.int32, device=case.device),
     )
-    return batch, plan

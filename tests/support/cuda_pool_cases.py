@@ -11,7 +11,7 @@ from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.kv_vectors import encode
 from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
-from pd_cluster.model.kernels.cuda.attention.paged_attention import write_kv
+from pd_cluster.model.kernels.cuda.attention.paged_attention import PagedKV, write_kv
 from pd_cluster.model.kernels.cuda.attention.triton_planner import attend_batch
 from pd_cluster.model.kernels.cuda.deterministic import attend_rows
 from pd_cluster.model.kernels.cuda.ops import prepare
@@ -60,8 +60,8 @@ def test_vectors_have_the_bytes_of_every_other_device(pool_dtype: str, dtype: to
     angles = torch.rand(num_tokens, head_dim // 2) * 6
     rope = Rope(*(torch.cat((each, each), dim=-1).to(dtype) for each in (angles.cos(), angles.sin())))
     plain, coded, other = (pool_of(heads, name, 3) for name in (NAMES[dtype], pool_dtype, pool_dtype))
-    prepare(heads, qkv, rope, *plain.layer(1), slots)
-    prepare(heads, qkv, rope, *coded.layer(1), slots, pool_dtype=pool_dtype)
+    prepare(heads, qkv, rope, PagedKV(*plain.layer(1)), slots)
+    prepare(heads, qkv, rope, PagedKV(*coded.layer(1), pool_dtype), slots)
     at = slots // 16, slots % 16
     keys, values = (plane[at] for plane in plain.layer(1))
     write_kv(keys.contiguous(), values.contiguous(), *other.layer(1), slots, pool_dtype)

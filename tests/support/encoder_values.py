@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encoder_links import EncoderTerms
+from pd_cluster.extras.encoders.encoder_links import EncoderTerms
+from pd_cluster.extras.encoders.feature_files import FeatureEndpoint
 from pd_cluster.numerics import Numerics
-from pd_cluster.transport.feature_files import FeatureEndpoint
 from pd_cluster.transport.transport_interface import Checksum
 from pd_cluster.types import Image, LinkState, RequestSpec, Sampling, Span
 

@@ -26,7 +26,7 @@ from pd_cluster.engine.start.preloader import essential, surroundings
 COMMAND = [sys.executable, "-m", "pd_cluster"]  # command lines that begin so can run in a fork
 MODULES = (  # import everything that schedulers and workers' parents need at their start
     *("pd_cluster.commands.cli", "pd_cluster.commands.serve_command", "pd_cluster.api.scheduler_app"),
-    *("pd_cluster.api.worker_app", "pd_cluster.cluster.tenancy.key_store", "pd_cluster.kv.open_stores", "uvloop"),
+    *("pd_cluster.api.worker_app", "pd_cluster.extras.key_file.key_store", "pd_cluster.kv.open_stores", "uvloop"),
     *("pd_cluster.cluster.members.rank_table_reader", "pd_cluster.service.concurrency.interpreter_tuning"),
     *("pd_cluster.extras.dashboard.dashboard_extension", "pd_cluster.extras.dashboard.public_dashboard"),
     "httpcore",

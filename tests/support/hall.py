@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from pd_cluster import wire
@@ -10,7 +11,7 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.roster import RosterFollower
 from pd_cluster.cluster.placement.spare_capacity import BACKLOG_S
 from pd_cluster.cluster.queueing.fair_queue import QueueEntry
-from pd_cluster.cluster.routing.admission_queue import AdmissionQueue, AdmissionRate
+from pd_cluster.cluster.routing.admission_queue import AdmissionQueue, AdmissionRate, QueuedRequest
 from pd_cluster.types import LinkState
 from tests.support.router_world import info_of, ready
 
@@ -53,9 +54,16 @@ class Hall:
         fill(self.instances[0], 0)
         self.room.look()
 
-    async def visit(self, name: str = "a", num_tokens: int = 10, **more: Any) -> QueueEntry:
+    async def visit(
+        self,
+        name: str = "a",
+        num_tokens: int = 10,
+        client_timeout_s: float = math.inf,
+        since_s: float | None = None,
+        **more: Any,
+    ) -> QueueEntry:
         """Queues a request, which begins as soon as it is admitted."""
-        entry = await self.room.turn(name, num_tokens, 1, **more)
+        entry = await self.room.turn(QueuedRequest(name, num_tokens, 1, **more), client_timeout_s, since_s)
         self.room.begun(entry)
         return entry
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pd_cluster import wire
-from pd_cluster.api.middleware.file_keys import FileKeys
-from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, write_key_file
-from pd_cluster.cluster.tenancy.key_store import KeyStore
-from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits, tag_of
 from pd_cluster.cluster.tenancy.tenant_counts import by_tenant
+from pd_cluster.extras.key_file.key_file import KeyFile, digest_of, write_key_file
+from pd_cluster.extras.key_file.key_store import KeyStore
+from pd_cluster.extras.key_file.key_table import KeyTable
+from pd_cluster.extras.key_file.shared_rate_limits import SharedRateLimits, tag_of
 from pd_cluster.process_messages import ApiKey
 from pd_cluster.settings.http_settings import HttpConfig
 from tests.support.public_port import NAMES, Answer, make_app, send
@@ -41,7 +41,7 @@ class Port:
         self.world = World()
         self.store = KeyStore(config, NAMES, SharedRateLimits.create(lambda: self.now_ns))
         self.counts = self.world.router.stats.tenants
-        self.keys = FileKeys(self.store.keys, self.store.memory, self.counts, lambda: self.now_s)
+        self.keys = KeyTable(self.store.keys, self.store.memory, self.counts, lambda: self.now_s)
         self.app, self.drain = make_app(folder, config, openai, router=self.world.router, file_keys=self.keys)
 
     def change(self, *keys: ApiKey) -> None:

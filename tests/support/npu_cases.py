@@ -232,7 +232,7 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     def logits(model: Any, dtype: str) -> torch.Tensor:
         return model_loader.probe_logits(model, layout_of(caches, 128, dtype), NPU)
 
-    whole = model_loader.load_model(checkpoint, "float32", NPU, block_size=128)
+    whole = model_loader.load_model(checkpoint, "float32", NPU, choices=model_loader.LoadChoices(block_size=128))
     caches = whole.caches
     exact = logits(whole, "float32")
     plain = transformers_modules.load_plain(checkpoint, "bfloat16", NPU)

@@ -13,7 +13,7 @@ from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.kv_layout import KVLayout, latents
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.model.kernels.attention_backend import choose_attention
+from pd_cluster.model.kernels.attention_backend import AttentionOptions, choose_attention
 from pd_cluster.model.kernels.npu import npu_latents
 from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
@@ -152,7 +152,7 @@ def test_limits_of_the_operator(changes: dict[str, Any], message: str) -> None:
     layout = KVLayout(1, 1, latents(512, 64), values["block_size"], values["dtype"])
     config: Any = type("Config", (), {"num_attention_heads": values["heads"]})
     with pytest.raises(ConfigError, match=message):
-        choose_attention("auto", config, layout, NPU, False, values["seqs"], dtype="bfloat16")
+        choose_attention("auto", config, layout, NPU, False, AttentionOptions(values["seqs"], dtype="bfloat16"))
 
 
 def test_in_16_bits_it_stays_near_float32(tmp_path: Path) -> None:
@@ -163,7 +163,9 @@ def test_in_16_bits_it_stays_near_float32(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(folder_of(tmp_path, "minicpm3")))
 
     def logits(dtype: str, backend: str) -> torch.Tensor:
-        model = model_loader.load_model(checkpoint, dtype, NPU, attention_backend=backend, block_size=128)
+        model = model_loader.load_model(
+            checkpoint, dtype, NPU, choices=model_loader.LoadChoices(attention_backend=backend, block_size=128)
+        )
         return model_loader.probe_logits(model, layout_of(model.caches, 128, dtype), NPU)
 
     exact = logits("float32", "auto")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.engine.assembly.build_engine import build_core, weights_of
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.assembly.build_weights import weights_of
 from pd_cluster.engine.ranks.lead_runner import LeadRunner
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.model.language_model.overwrite_tensors import CannotOverwrite

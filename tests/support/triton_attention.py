@@ -15,6 +15,7 @@ from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionC
 from pd_cluster.model.kernels.cuda.attention.attention_plan import (
     SPLIT_KEYS,
     AttentionPlan,
+    PlanRules,
     plan_attention,
     plan_decode,
 )
@@ -70,6 +71,7 @@ def make_batch(
 
 def metadata(batch: ForwardBatch, plan: AttentionPlan) -> paged_attention.BatchMetadata:
     return paged_attention.BatchMetadata(
+        plan,
         batch.query_starts,
         batch.context_lens,
         batch.block_table,
@@ -118,10 +120,16 @@ def parity(
     query_lens = np.diff(batch.query_starts.numpy())
     group = num_heads // num_kv_heads
     chosen = replace(configs(group, rows, keys), is_uniform=is_uniform)
-    plan = plan_attention(query_lens, batch.context_lens.numpy(), group, num_kv_heads, chosen, 132, split_keys)
+    plan = plan_attention(
+        query_lens, batch.context_lens.numpy(), PlanRules(group, num_kv_heads, chosen, 132, split_keys)
+    )
     workspace = torch.full((plan.workspace_numel(num_heads, head_dim),), float("nan"))
     actual = paged_attention.attend(
-        query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace
+        query,
+        paged_attention.PagedKV(key_pool, value_pool),
+        metadata(batch, plan),
+        scoring,
+        paged_attention.Buffers(workspace=workspace),
     )
     expected = sdpa.write_and_attend(LAYER, query.transpose(0, 1), k, v, other, scoring)
     torch.testing.assert_close(batch.pool.data, other.pool.data, rtol=0, atol=0, equal_nan=True)
@@ -142,7 +150,8 @@ def among_others(lens: list[int], window: int | None, num_sms: int, split_keys: 
 
     def attended(part: ForwardBatch, rows: slice) -> torch.Tensor:
         plan = plan_decode(part.num_seqs, max(lens), 1, configs(num_heads), num_sms, split_keys)
-        return paged_attention.attend(query[rows], *batch.pool.layer(LAYER), metadata(part, plan), plan, scoring)
+        pools = paged_attention.PagedKV(*batch.pool.layer(LAYER))
+        return paged_attention.attend(query[rows], pools, metadata(part, plan), scoring)
 
     together, at = attended(batch, slice(None)), lens.index(max(lens))
     table = batch.block_table[batch.table_starts[at] : batch.table_starts[at + 1]].tolist()
@@ -168,7 +177,7 @@ def replays(
     starts, contexts = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     unread = torch.full((1,), 1 << 30, dtype=torch.int32)
     arrivals = torch.zeros(plan.num_arrivals(num_kv_heads), dtype=torch.int32)
-    static = paged_attention.BatchMetadata(unread, contexts, table, starts, unread, unread, arrivals)
+    static = paged_attention.BatchMetadata(plan, unread, contexts, table, starts, unread, unread, arrivals)
     query, out = torch.empty(num_seqs, num_heads, head_dim), torch.empty(num_seqs, num_heads, head_dim)
     workspace = torch.empty(plan.workspace_numel(num_heads, head_dim))
     told = []
@@ -183,7 +192,8 @@ def replays(
         query.normal_()
         k, v = torch.randn(2, len(real), num_kv_heads, head_dim)
         expected = sdpa.write_and_attend(LAYER, query[: len(real)].transpose(0, 1), k, v, batch, scoring)
-        paged_attention.attend(query, *batch.pool.layer(LAYER), static, plan, scoring, out, workspace)
+        pools, buffers = paged_attention.PagedKV(*batch.pool.layer(LAYER)), paged_attention.Buffers(out, workspace)
+        paged_attention.attend(query, pools, static, scoring, buffers)
         padding = out[len(real) :].abs().max().item() if len(real) < num_seqs else 0.0
         told.append({"difference": difference(out[: len(real)], expected), "padding": padding})
     return told

@@ -16,7 +16,7 @@ from pd_cluster.kv.kv_layout import stored_width
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.kernels.cuda.attention import paged_attention
 from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for, latent_configs_for
-from pd_cluster.model.kernels.cuda.attention.attention_plan import NO_SEQS, plan_attention, plan_decode
+from pd_cluster.model.kernels.cuda.attention.attention_plan import NO_SEQS, PlanRules, plan_attention, plan_decode
 from pd_cluster.model.kernels.cuda.attention.listed_keys import with_whole_tiles
 from pd_cluster.model.layers.attention.sdpa import Scoring
 from tests.support.compile_cuda_ops import facts, launches_of
@@ -58,7 +58,7 @@ def _step(
     num_heads, torch_dtype = num_kv_heads * group, TORCH_DTYPES[dtype]
     configs = configs_for(head_dim, torch_dtype.itemsize * 8, group, divmod(arch, 10), bool(pool_dtype))
     configs = replace(configs, is_uniform=is_uniform)
-    plan = plan_attention(query_lens, context_lens, group, num_kv_heads, configs, 132)
+    plan = plan_attention(query_lens, context_lens, PlanRules(group, num_kv_heads, configs, 132))
 
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
@@ -70,11 +70,14 @@ def _step(
     limits = empty(502) if has_limits else None
     arrivals = empty(plan.num_arrivals(num_kv_heads))
     tiles = empty(len(plan.tiles), 2)
-    batch = paged_attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals, limits)
+    batch = paged_attention.BatchMetadata(
+        plan, empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals, limits
+    )
     sinks = empty(num_heads, dtype=torch_dtype)
     scoring = Scoring(0.1, window, 30.0, sinks) if is_rich else Scoring(0.1)
     paged_attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64), pool_dtype)
-    paged_attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring, pool_dtype=pool_dtype, pdl=pdl)
+    planes = paged_attention.PagedKV(pool[:, 3, 0], pool[:, 3, 1], pool_dtype)
+    paged_attention.attend(query, planes, batch, scoring, pdl=pdl)
 
 
 def _latents_step(
@@ -94,7 +97,7 @@ def _latents_step(
     assert configs.latent is not None
     configs = replace(configs, is_uniform=is_uniform)
     group = configs.latent.group
-    plan = plan_attention(query_lens, context_lens, group, num_heads // group, configs, 132)
+    plan = plan_attention(query_lens, context_lens, PlanRules(group, num_heads // group, configs, 132))
 
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
@@ -103,7 +106,7 @@ def _latents_step(
     pools = [empty(4000, 61, 64, 1, width, dtype=TORCH_DTYPES[pool_dtype or dtype])[:, 3] for width in stored]
     query, tiles = empty(502, num_heads, sum(widths), dtype=torch_dtype), empty(len(plan.tiles), 2)
     arrivals = empty(plan.num_arrivals(num_heads // group))
-    batch = paged_attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals)
+    batch = paged_attention.BatchMetadata(plan, empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals)
     plans = [plan]
     if has_lists:
         batch = replace(batch, has_slots=True)
@@ -114,4 +117,5 @@ def _latents_step(
         ]
         batch = replace(batch, arrivals=empty(plans[0].num_arrivals(num_heads // group)))
     for each in plans:
-        paged_attention.attend(query, *pools, batch, each, Scoring(0.1), pool_dtype=pool_dtype)
+        planes = paged_attention.PagedKV(*pools, pool_dtype)
+        paged_attention.attend(query, planes, replace(batch, plan=each), Scoring(0.1))

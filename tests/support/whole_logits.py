@@ -42,7 +42,7 @@ def our_logits(
 ) -> torch.Tensor:
     """Returns [num_tokens, vocab_size] float32 on the CPU; `chunks`: number of tokens in each step."""
     model = model_loader.load_model(
-        Checkpoint.open(str(folder)), dtype, device, choices=model_loader.KernelChoices(speedups=speedups)
+        Checkpoint.open(str(folder)), dtype, device, choices=model_loader.LoadChoices(speedups=speedups)
     )
     layout = layout_of(model.caches, BLOCK_SIZE, dtype)
     pool = KVPool(layout, layout.num_blocks_for(len(token_ids)), device)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pd_cluster.cluster.queueing.abandonment import LEAST_LEFT, STEP, Abandonment, AbandonmentTimes, AnswerTimes
+from pd_cluster.cluster.routing.admission_queue import QueuedRequest
 from pd_cluster.errors import Overloaded
 from tests.support.hall import Hall
 
@@ -79,7 +80,7 @@ def test_answers_take_as_long_as_they_took_lately_by_their_size() -> None:
 async def test_a_request_that_would_be_answered_too_late_is_refused_with_a_time_to_come_back() -> None:
     """Refuses a request on arrival if the expected wait is too long, otherwise when its turn comes too late."""
     hall = Hall()
-    client = await hall.room.turn("a", 10, 1)
+    client = await hall.room.turn(QueuedRequest("a", 10, 1))
     hall.room.begun(client)
     for at in range(20):
         hall.room.abandonment.note(client.client.leave_times, asyncio.get_running_loop().time() + at / 5, 0.2, True)

@@ -9,7 +9,13 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.placement.spare_capacity import spare_capacity
-from pd_cluster.cluster.routing.admission_queue import MAX_WAITING_TOKENS, MEASURED_S, SAFE, AdmissionRate
+from pd_cluster.cluster.routing.admission_queue import (
+    MAX_WAITING_TOKENS,
+    MEASURED_S,
+    SAFE,
+    AdmissionRate,
+    QueuedRequest,
+)
 from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair
@@ -118,7 +124,7 @@ async def test_who_waits_begins_as_soon_as_there_is_room() -> None:
 async def test_room_for_one_is_not_given_to_two() -> None:
     hall = Hall()
     hall.close()
-    first, second = (asyncio.ensure_future(hall.room.turn("a", 10, 1)) for _ in range(2))
+    first, second = (asyncio.ensure_future(hall.room.turn(QueuedRequest("a", 10, 1))) for _ in range(2))
     while hall.room.num_waiting < 2:
         await asyncio.sleep(0)
     hall.open()
@@ -223,7 +229,7 @@ async def test_the_last_places_are_for_who_has_few() -> None:
     await alone.visit("only")
     hall = Hall()
     await hall.visit("guest")
-    hall.room.begun(await hall.room.turn("hog", 10, 4))
+    hall.room.begun(await hall.room.turn(QueuedRequest("hog", 10, 4)))
     hall.instances[1].load = wire.Load(num_running=7)
     (hogs,) = await hall.waiting(1, "hog")
     for load in (wire.Load(num_running=7), wire.Load(num_running=12, num_waiting=4)):  # one place left, then none
@@ -239,14 +245,14 @@ async def test_the_sequences_of_a_request_count_before_it_begins() -> None:
     """A request with many sequences gets no larger share of the last places than as many single requests."""
     hall = Hall()
     await hall.visit("guest")
-    entry = await hall.room.turn("hog", 10, 3)
+    entry = await hall.room.turn(QueuedRequest("hog", 10, 3))
     hall.room.begun(entry)
     hall.instances[1].load = wire.Load(num_running=7)
-    many = asyncio.ensure_future(hall.room.turn("guest", 10, 60))
+    many = asyncio.ensure_future(hall.room.turn(QueuedRequest("guest", 10, 60)))
     while not hall.room.num_waiting:
         await asyncio.sleep(0)
     assert not many.done(), "61 sequences would be more than its share"
-    few = await hall.room.turn("other", 10, 2)
+    few = await hall.room.turn(QueuedRequest("other", 10, 2))
     hall.room.begun(few)
     hall.instances[1].load = wire.Load(num_running=2)
     hall.room.look()
@@ -304,7 +310,7 @@ async def test_where_there_are_priorities_nobody_is_refused_for_what_comes_after
 async def test_who_would_begin_at_once_is_not_refused_for_those_who_may_not() -> None:
     """The guest has used more tokens recently than the hog, but the hog's requests wait for places only it lacks."""
     hall = Hall(max_wait_s=1.0)
-    hall.room.begun(await hall.room.turn("hog", 10, 4))
+    hall.room.begun(await hall.room.turn(QueuedRequest("hog", 10, 4)))
     hall.room.ended(await hall.visit("guest", 10_000), 10_000)
     hall.instances[1].load = wire.Load(num_running=7)
     tasks = await hall.waiting(3, "hog", 1000)

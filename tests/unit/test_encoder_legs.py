@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encoder_stage import MAX_REQUESTED_TOKENS, Encoders, Engine
 from pd_cluster.engine.handover.engine_events import Event
+from pd_cluster.extras.encoders.encoder_stage import MAX_REQUESTED_TOKENS, Encoders, Engine
+from pd_cluster.extras.encoders.feature_events import EncoderReached, FeaturesRead
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.link_events import EncoderReached, FeaturesRead
 from pd_cluster.types import RequestSpec
 from tests.support.encoder_values import FEATURES, OPENING, SHAPE, TERMS, A, B, C, order_of
 from tests.support.mail import RecordedMail

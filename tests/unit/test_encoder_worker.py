@@ -16,11 +16,11 @@ import torch
 from msgspec.structs import replace
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encode_worker import MAX_WAITING, EncodeWorker, TowerSource
 from pd_cluster.engine.handover.engine_events import ConnClosed, ConnOpened, Event, Mail, StartDrain
 from pd_cluster.engine.lifecycle.worker_drain import CLOSES_AFTER_S, WorkerDrain
 from pd_cluster.engine.worker.worker_loop import Loop
-from pd_cluster.transport.feature_files import SealedFile, fetch
+from pd_cluster.extras.encoders.encode_worker import MAX_WAITING, EncodeWorker, TowerSource
+from pd_cluster.extras.encoders.feature_files import SealedFile, Shape, fetch
 from pd_cluster.types import Image
 from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B
 from tests.support.mail import RecordedMail
@@ -100,7 +100,7 @@ def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> No
     one, other = encoder.post.take(wire.EncodeDone)
     assert (one.item, other.item, one.checksum) == (1, 2, other.checksum)
     for each in (one, other):
-        found = fetch(answer.address, each.token, SHAPE, torch.float32, PLACE.checksum, each.checksum, 5)
+        found = fetch(answer.address, each.token, Shape(SHAPE, torch.float32), PLACE.checksum, each.checksum, 5)
         assert torch.equal(found, FEATURES + 2)
     assert encoder.tower.num_encoded == 1
     load = encoder.worker.load
@@ -222,7 +222,7 @@ def receive(encoder: Encoder) -> list[int]:
     done = encoder.post.take(wire.EncodeDone)
     encoder.addresses += [each.address for each in encoder.post.take(wire.EncoderAnswer)]
     for each in done:
-        fetch(encoder.addresses[-1], each.token, SHAPE, torch.float32, PLACE.checksum, each.checksum, 5)
+        fetch(encoder.addresses[-1], each.token, Shape(SHAPE, torch.float32), PLACE.checksum, each.checksum, 5)
     return [each.item for each in done]
 
 

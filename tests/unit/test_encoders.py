@@ -23,13 +23,13 @@ from pd_cluster.cluster.placement.encoder_choice import SLACK_TOKENS, choose_enc
 from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import plan_cluster
 from pd_cluster.errors import LinkError
+from pd_cluster.extras.encoders.feature_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.extras.encoders.feature_files import FeatureServer, SealedFile, Shape, fetch, reach
+from pd_cluster.extras.encoders.feature_pair import PairSender
+from pd_cluster.extras.encoders.feature_reader import FeatureReader
 from pd_cluster.numerics import Numerics
 from pd_cluster.process_messages import InstanceInfo
 from pd_cluster.settings.routing_settings import RoutingConfig
-from pd_cluster.transport.feature_files import FeatureServer, SealedFile, fetch, reach
-from pd_cluster.transport.feature_pair import PairSender
-from pd_cluster.transport.feature_reader import FeatureReader, Shape
-from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
 from pd_cluster.transport.transport_interface import Checksum
 from pd_cluster.types import LinkState, RequestSpec, Sampling
 from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, order_of
@@ -109,11 +109,11 @@ def test_features_arrive_once_and_as_they_were(server: FeatureServer, dtype: tor
     with pytest.raises(OSError, match="not permitted"):
         os.write(file.fd, b"x")
     token = server.offer(file)
-    found = fetch(server.name, token, SHAPE, dtype, checksum, file.checksum, 5)
+    found = fetch(server.name, token, Shape(SHAPE, dtype), checksum, file.checksum, 5)
     assert found.dtype == dtype
     assert torch.equal(found, sent)
     with pytest.raises(LinkError, match="no longer has the features"):
-        fetch(server.name, token, SHAPE, dtype, checksum, file.checksum, 5)
+        fetch(server.name, token, Shape(SHAPE, dtype), checksum, file.checksum, 5)
 
 
 def test_wrong_features_are_refused(server: FeatureServer) -> None:
@@ -130,7 +130,7 @@ def test_wrong_features_are_refused(server: FeatureServer) -> None:
         (withdrawn, torch.float32, file.checksum, "no longer has the features"),
     ):
         with pytest.raises(LinkError, match=said):
-            fetch(server.name, token, SHAPE, dtype, checksum, announced, 5)
+            fetch(server.name, token, Shape(SHAPE, dtype), checksum, announced, 5)
     server.close()
     with pytest.raises(LinkError, match="the encoder's socket for features cannot be reached") as found:
         reach(server.name, 5)

@@ -18,17 +18,39 @@ PACKAGE = Path(pd_cluster.__file__).parent
 # Extra -> statements and commands that use it.
 USES: dict[str, list[str]] = {
     "dashboard": ["pd-cluster dashboard --admin nowhere"],
+    "encoders": ["pd-cluster serve --model nowhere --role encode"],
     "fastdeploy": ["from pd_cluster.fastdeploy.engine.request import RequestOutput"],
     "gateway": ["pd-cluster endpoint-picker --schedulers nowhere"],
+    "key_file": [
+        *("pd-cluster keys list --file nowhere", "pd-cluster keys new --file /nowhere/keys --tenant a"),
+        "from pd_cluster.api.middleware.file_keys import file_keys\nfile_keys(None, 0, None)",
+    ],
     "lmdeploy": [
         "from pd_cluster import pipeline",
         "import pd_cluster.vl",
         *(f"from pd_cluster import {name}" for name in ("messages", "pytorch", "turbomind")),
     ],
+    "node_keys": [
+        "pd-cluster keys node list --file nowhere",
+        "from pd_cluster.net.node_trust import node_trust\n"
+        "from pd_cluster.settings.process_configs import Credentials\n"
+        "node_trust(Credentials(b'', trusted_nodes='nowhere'))",
+        "from pd_cluster.cluster.members.cluster_credentials import credentials_of\n"
+        "from pd_cluster.cluster.members.rank_table_place import place_alone\n"
+        "from pd_cluster.settings.process_settings import KeyFiles\n"
+        "credentials_of(place_alone('scheduler', '127.0.0.1'), KeyFiles(node_key='nowhere'))",
+    ],
     "request_log": [
         "from pd_cluster.service.generation.generation_watch import request_log as made\n"
         "from pd_cluster.settings.request_log_settings import RequestLogSettings\n"
         "made(RequestLogSettings(has_requests=True))"
+    ],
+    "resumable_streams": [
+        "from types import SimpleNamespace\n"
+        "from pd_cluster.api.routes.stream_resumption import stream_resumption\n"
+        "from pd_cluster.settings.resume_settings import ResumeSettings\n"
+        "settings = SimpleNamespace(resume=ResumeSettings(window_s=1))\n"
+        "stream_resumption(SimpleNamespace(settings=settings))"
     ],
     "quantize": ["pd-cluster quantize nowhere nothing"],
 }
@@ -49,7 +71,7 @@ lines = []
 for use in json.loads(sys.argv[1]):
     try:
         lines.append(line_of(use))
-    except ImportError as error:
+    except Exception as error:  # an installed extra refuses these arguments
         lines.append(str(error))
 print(json.dumps(lines))
 """
@@ -65,6 +87,8 @@ for file in sorted(root.rglob("*.py")):
     except ImportError as error:
         assert error.name.partition(".")[0] in ("fla", "flashinfer", "guidellm", "torch_npu", "triton"), (name, error)
 assert not any(name.startswith("pd_cluster.extras") for name in sys.modules)
+from pd_cluster.cluster.processes.launch_settings import Launch
+assert not Launch(num_schedulers=2).with_lasting_streams({}).scheduler_variables
 with pd_cluster.LLM(sys.argv[2]) as llm:
     (answer,) = llm.chat([{"role": "user", "content": "hello"}], pd_cluster.SamplingParams(max_tokens=4))
 assert len(answer.outputs[0].token_ids) == 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, write_key_file
+from pd_cluster.extras.key_file.key_file import KeyFile, digest_of, write_key_file
 from tests.support.keyed_port import COMPLETION, SALT, Port, key_of
 
 Make = Callable[..., Port]

@@ -16,7 +16,7 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members import join_registrar as registrar_module
 from pd_cluster.cluster.members.join_registrar import Registrar
 from pd_cluster.errors import InstanceNotFound
-from pd_cluster.net.node_proofs import NODE_REFUSED
+from pd_cluster.net.node_trust import NODE_REFUSED
 from pd_cluster.process_messages import InstanceInfo
 from tests.support.elastic_world import ElasticWorld
 from tests.support.joining_worker import JOIN, REACH_S

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, read_key_file, write_key_file
-from pd_cluster.cluster.tenancy.key_store import KeyStore
-from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits, tag_of
 from pd_cluster.commands import cli
+from pd_cluster.extras.key_file.key_file import KeyFile, digest_of, read_key_file, write_key_file
+from pd_cluster.extras.key_file.key_store import KeyStore
+from pd_cluster.extras.key_file.shared_rate_limits import SharedRateLimits, tag_of
 from pd_cluster.process_messages import ApiKey
 from pd_cluster.settings.expiry_dates import time_of
 from pd_cluster.settings.http_settings import HttpConfig

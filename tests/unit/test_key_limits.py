@@ -12,7 +12,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.api.middleware.cors import EXPOSED_HEADERS
 from pd_cluster.api.middleware.metering import RATE_HEADERS
-from pd_cluster.cluster.tenancy.shared_rate_limits import tag_of
+from pd_cluster.extras.key_file.shared_rate_limits import tag_of
 from pd_cluster.types import LegEnd
 from tests.support.keyed_port import COMPLETION, PROMPT, SECOND_NS, Port, key_of
 from tests.support.public_port import Answer

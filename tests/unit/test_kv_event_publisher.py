@@ -16,11 +16,7 @@ import zmq
 
 from pd_cluster.cluster.processes.port_reservations import free_ports
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.kv_event_log import EventBatch
-from pd_cluster.net import event_publisher as module
-from pd_cluster.net import event_replays
-from pd_cluster.net.event_publisher import EventPublisher
-from pd_cluster.net.node_key_files import (
+from pd_cluster.extras.node_keys.node_key_files import (
     Node,
     PublicPart,
     TrustedNodes,
@@ -30,6 +26,10 @@ from pd_cluster.net.node_key_files import (
     write_node_keys,
     write_public,
 )
+from pd_cluster.kv.kv_event_log import EventBatch
+from pd_cluster.net import event_publisher as module
+from pd_cluster.net import event_replays
+from pd_cluster.net.event_publisher import EventPublisher
 from pd_cluster.settings.kv_events_config import EVENTS, KVEventsConfig, check_private
 from pd_cluster.settings.process_configs import Credentials
 from tests.support.kv_event_readers import (

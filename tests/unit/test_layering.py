@@ -41,14 +41,14 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 # Places are modules or packages of pd_cluster.
 ONLY_IN = {
-    "fastapi": ("api", "extras.dashboard"),
+    "fastapi": ("api", "extras.dashboard", "extras.resumable_streams"),
     "fastapi_offline": ("api",),
     "starlette": ("api", "extras.dashboard"),
     "uvicorn": ("api",),
     "transformers": ("model", "extras.quantize"),
     "torch": (
         *("kv", "native", "transport", "model", "engine", "devices"),
-        *("logits_processors", "offline.local_engine", "extras.quantize"),
+        *("logits_processors", "offline.local_engine", "extras.encoders", "extras.quantize"),
     ),
     "zmq": ("net",),
     "llguidance": ("text.grammar",),
@@ -60,7 +60,7 @@ ONLY_IN = {
     "triton": ("model.kernels.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
     "python_multipart": ("api.files.multipart_form",),
-    "cryptography": ("kv.block_seal", "net.node_proofs"),
+    "cryptography": ("extras.node_keys.node_proofs", "kv.block_seal"),
     "redis": ("kv.shared_store",),
     "grpc": ("extras.gateway.picker_server",),
     "google": ("extras.gateway.messages_pb2",),

@@ -12,7 +12,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.handover_context import HandoverContext
 from pd_cluster.engine.handover.links.in_lanes import InLanes
 from pd_cluster.engine.handover.links.in_links import InLinks
-from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, PeerProgress
+from pd_cluster.engine.handover.links.link_ends import LinkName, LocalEndpoint, PeerProgress
 from pd_cluster.engine.handover.links.network_policy import NetworkPolicy
 from pd_cluster.engine.handover.links.out_link_table import OutLinkTable
 from pd_cluster.engine.handover.links.out_links import OutLinks
@@ -181,8 +181,8 @@ class PEnd:
     def set_peers(self, names: list[str]) -> None:
         self.links.set_peers([info_of(each, "h") for each in names])
 
-    def send_end(self, conn: str, *_: object) -> End:
-        return End(self.net, conn, self.name)
+    def send_end(self, link: LinkName, *_: object) -> End:
+        return End(self.net, link.conn, self.name)
 
     def connect(self, name: str, *_: object) -> str:
         self.net.num_conns += 1

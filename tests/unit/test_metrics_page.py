@@ -14,7 +14,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cluster.api.admin import metric_tables as tables
-from pd_cluster.api.admin.metrics_routes import AdapterNaming, batch_lines_metric, metrics_of, metrics_routes
+from pd_cluster.api.admin.metrics_routes import (
+    AdapterNaming,
+    MetricSources,
+    batch_lines_metric,
+    metrics_of,
+    metrics_routes,
+)
 from pd_cluster.api.middleware.drain_middleware import Drain
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.records.request_stats import BOUNDS, COUNTERS, Outcome, RequestStats, added
@@ -201,7 +207,7 @@ def test_what_is_there_now() -> None:
 def test_who_does_not_know_the_others_counts_says_so() -> None:
     """A process without the others' counts returns an error, because lower counters would look like a restart."""
     unused = cast(Any, None)
-    routes = metrics_routes(unused, [], "tiny", Drain(1.0, lambda: None), lambda: None)
+    routes = metrics_routes(unused, [], "tiny", Drain(1.0, lambda: None), MetricSources(lambda: None))
     for route in routes.routes:
         coroutine = cast(Any, route).endpoint(unused)
         with pytest.raises(Unavailable):

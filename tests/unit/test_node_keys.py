@@ -19,10 +19,11 @@ from pd_cluster.cluster.members.cluster_credentials import credentials_of
 from pd_cluster.cluster.members.rank_table_place import place_alone
 from pd_cluster.commands import cli
 from pd_cluster.errors import ConfigError
+from pd_cluster.extras.node_keys.node_key_files import NodeKeys, read_node_keys, read_trusted_nodes, write_node_keys
+from pd_cluster.extras.node_keys.node_proofs import Nodes
 from pd_cluster.net import mailbox as mailbox_module
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.net.node_key_files import NodeKeys, read_node_keys, read_trusted_nodes, write_node_keys
-from pd_cluster.net.node_proofs import NODE_REFUSED, Nodes
+from pd_cluster.net.node_trust import NODE_REFUSED
 from pd_cluster.net.peer_admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission, Life, join_key
 from pd_cluster.net.zmq_sockets import KeyPair
 from pd_cluster.settings.process_configs import Credentials

@@ -14,10 +14,9 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError
-from pd_cluster.net import connection_handshake, node_key_files
-from pd_cluster.net import node_proofs as nodes_module
-from pd_cluster.net.connection_handshake import MOST_LINES, PERIOD_S, Handshake, LocalIdentity
-from pd_cluster.net.node_key_files import (
+from pd_cluster.extras.node_keys import node_key_files
+from pd_cluster.extras.node_keys import node_proofs as nodes_module
+from pd_cluster.extras.node_keys.node_key_files import (
     Node,
     NodeKeys,
     PublicPart,
@@ -34,7 +33,9 @@ from pd_cluster.net.node_key_files import (
     write_node_keys,
     write_public,
 )
-from pd_cluster.net.node_proofs import Nodes, check_own
+from pd_cluster.extras.node_keys.node_proofs import Nodes, check_own
+from pd_cluster.net import connection_handshake
+from pd_cluster.net.connection_handshake import MOST_LINES, PERIOD_S, Handshake, LocalIdentity
 from pd_cluster.net.peer_admission import Admission, JoinAdmission, join_key
 from pd_cluster.net.zmq_sockets import KeyPair
 from pd_cluster.settings.process_configs import Credentials

@@ -146,7 +146,9 @@ def cuda_blocks(monkeypatch: pytest.MonkeyPatch, free: float, peak: float = 20.0
     """Returns the blocks for an 80 GiB GPU with 16 GiB of weights; `peak`: weights and largest step, in GiB."""
     monkeypatch.setattr(pool_sizing, "memory", lambda device: MemoryInfo(int(free * GIB), 80 * GIB))
     monkeypatch.setattr(pool_sizing, "reserved_nbytes", lambda device: 16 * GIB)
-    return pool_sizing.num_pool_blocks(config(**settings), LAYOUT, 64, Device("cuda"), int(peak * GIB))
+    return pool_sizing.num_pool_blocks(
+        config(**settings), LAYOUT, 64, Device("cuda"), pool_sizing.MemoryBeside(int(peak * GIB))
+    )
 
 
 def test_a_gpu_has_what_its_share_leaves_after_weights_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,14 @@ from pd_cluster.api.middleware.admin_access import AdminAccess, HostNames
 from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.records.request_stats import RequestStats
-from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
 from pd_cluster.commands.serve_scheduler import check_public_dashboard
 from pd_cluster.errors import ConfigError
 from pd_cluster.extras.dashboard.dashboard_extension import Dashboard
 from pd_cluster.extras.dashboard.dashboard_routes import PageView, cookie_of
 from pd_cluster.extras.dashboard.dashboard_sessions import MOST_LOOKS
 from pd_cluster.extras.dashboard.public_dashboard import MAX_LOGIN_NBYTES
+from pd_cluster.extras.key_file.key_table import KeyTable
+from pd_cluster.extras.key_file.shared_rate_limits import SharedRateLimits
 from pd_cluster.process_messages import Busy, Keys
 from pd_cluster.settings.http_settings import HttpConfig, Tls
 from pd_cluster.settings.routing_settings import AdmissionSettings, RoutingConfig
@@ -204,7 +205,7 @@ async def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
 async def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
     now_s = [0.0]
     keys = Keys(SALT, (key_of(KEY), key_of("short", expires_s=100.0)), (0, 1), ())
-    file_keys = FileKeys(keys, SharedRateLimits.create(), RequestStats().tenants, lambda: now_s[0])
+    file_keys = KeyTable(keys, SharedRateLimits.create(), RequestStats().tenants, lambda: now_s[0])
     world = World(tmp_path, HttpConfig(key_file="keys.json"), file_keys)
     async with world.client() as client:
         for key in (KEY, "short"):

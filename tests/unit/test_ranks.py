@@ -18,10 +18,10 @@ from msgspec import Raw, ValidationError, msgpack
 
 from pd_cluster import wire
 from pd_cluster.cluster.processes.worker_ranks import Ranks
-from pd_cluster.engine.assembly import build_ranks
+from pd_cluster.engine.assembly import build_lanes
 from pd_cluster.engine.handover.engine_events import Offered, StopEngine
 from pd_cluster.engine.handover.handover_context import HandoverContext
-from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, PeerProgress, ReceiveEnd, SendEnd
+from pd_cluster.engine.handover.links.link_ends import LinkName, LocalEndpoint, PeerProgress, ReceiveEnd, SendEnd
 from pd_cluster.engine.handover.links.out_link_table import OutLinkTable
 from pd_cluster.engine.handover.links.out_links import OutLinks
 from pd_cluster.engine.ranks import hang_watchdog
@@ -376,7 +376,7 @@ class TwoRanks:
         self.lanes.hear(decoded)
 
     def sending(self) -> SendEnd:
-        return self.lanes.send_end("conn", "id", "d@1", 1, Lane(1, 0, 2), self.reported.append, note_nothing)
+        return self.lanes.send_end(LinkName("conn", "id", "d@1"), 1, Lane(1, 0, 2), self.reported.append, note_nothing)
 
     def receiving(self) -> ReceiveEnd:
         lane_offers = [wire.LaneOffer(source_rank=0, target_rank=rank, offers=[], probe_seed=0) for rank in range(2)]
@@ -457,10 +457,10 @@ def test_only_methods_of_ends_are_called_with_arguments_of_their_types() -> None
 
 def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
-    monkeypatch.setattr(build_ranks, "end_within", ends.append)
+    monkeypatch.setattr(build_lanes, "end_within", ends.append)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     told: list[str] = []
-    build_ranks.on_rank_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
+    build_lanes.on_rank_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
     assert told == ["rank 2 of 4 has not answered for 3 s"]
     event = inbox.get_nowait()
     assert isinstance(event, StopEngine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd_cluster.cluster.records.request_spans import Names, TraceSpan, is_reported, spans_of
 from pd_cluster.cluster.records.request_stats import Outcome
-from pd_cluster.cluster.records.request_timeline import Timeline, Timelines
+from pd_cluster.cluster.records.request_timeline import RequestNames, Timeline, Timelines
 from pd_cluster.wire import TraceEvent
 
 PREFILL, DECODE = ("conn-p", "prefill-0"), ("conn-d", "decode-0")
@@ -17,7 +17,7 @@ class World:
         self.now_s = 0.0
         self.timelines = Timelines(clock=lambda: self.now_s)
         self.now_s = 1.0
-        self.timelines.routed("r", "r-0", "cmpl-1", 0.0, 7, PREFILL, DECODE)
+        self.timelines.routed(RequestNames("r", "r-0", "cmpl-1"), 0.0, 7, PREFILL, DECODE)
 
     def at(self, now_s: float, conn: str, transfer_id: str, *whats: str, **numbers: int) -> None:
         self.now_s = now_s

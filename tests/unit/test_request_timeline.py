@@ -12,7 +12,7 @@ from pd_cluster.api.admin.admin_app import admin_app
 from pd_cluster.api.admin.timeline_routes import LocalTimelines
 from pd_cluster.api.middleware.admin_access import AdminAccess
 from pd_cluster.cluster.records import request_timeline
-from pd_cluster.cluster.records.request_timeline import Timeline, Timelines
+from pd_cluster.cluster.records.request_timeline import RequestNames, Timeline, Timelines
 from pd_cluster.wire import TraceEvent
 from tests.support.elastic_world import ElasticWorld
 
@@ -27,7 +27,7 @@ class World:
         self.timelines = Timelines(lambda: self.now_s, **bounds)
 
     def route(self, name: str, client_id: str = "", received_s: float | None = None) -> None:
-        self.timelines.routed(name, f"{name}-0", client_id, received_s, 7, P, D)
+        self.timelines.routed(RequestNames(name, f"{name}-0", client_id), received_s, 7, P, D)
 
     def tell(self, conn: str, *events: TraceEvent, now_s: float) -> None:
         self.timelines.heard(conn, now_s)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.streams.stream_records import KeptStream
+from pd_cluster.engine.legs.leg_records import GONE, NoRecords
 from pd_cluster.engine.legs.leg_table import LegTable
 from pd_cluster.engine.legs.output_batcher import NOBODY, OutputBatcher
-from pd_cluster.engine.legs.resume_records import GONE, STOPPED, TAKEN, Records
-from pd_cluster.service.generation.stream_resumption import ResumeRecord, StreamTicket
+from pd_cluster.extras.resumable_streams.resume_records import STOPPED, TAKEN, Records
+from pd_cluster.extras.resumable_streams.stream_tickets import ResumeRecord, StreamTicket
 from pd_cluster.types import LegEnd, Logprobs, PromptOutput, Request, RequestSpec, Sampling, TokenOutput
 from tests.support.resume_values import DIGEST, OTHER, ROOM, WINDOW_S
 
@@ -262,3 +263,15 @@ def test_nothing_secret_is_shown() -> None:
     assert ticket.token not in shown
     assert repr(ticket.digest)[2:10] not in shown
     assert "wrote" not in shown
+
+
+def test_without_the_extra_no_stream_resumes(world: World) -> None:
+    records = NoRecords(world.legs, world.output_batcher)
+    world.records = cast(Any, records)
+    world.note(world.open(), 0)
+    assert (world.found(), len(records)) == (wire.Found(DIGEST), 0)
+    assert world.attach(S2)[S2][0].ended == [LegEnd("r", 0, GONE, is_fault=True)]
+    world.release(conn=S2)
+    assert world.clients == {"r#0": S}
+    world.release(conn=S)
+    assert world.clients == {}

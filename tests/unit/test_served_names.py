@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.tenancy.key_file import checked
 from pd_cluster.errors import ConfigError, ModelNotFound
+from pd_cluster.extras.key_file.key_file import checked
 from pd_cluster.service.callers.caller import NOBODY
 from pd_cluster.service.callers.served_names import ServedNames
 from pd_cluster.settings.engine_config import model_name

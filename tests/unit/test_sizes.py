@@ -11,20 +11,32 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "pd_cluster"
 MAX_LINES = 60
-MAX_PARAMETERS = 10
+MAX_PARAMETERS = 6
 # Modules that use other projects' names, and a benchmark that describes them.
 FOREIGN = ("extras.fastdeploy", "extras.lmdeploy", "bench")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# Functions whose parameters are given by flags or by users' calls.
+# Functions whose parameters are a command's flags, or those of other projects' functions.
 GIVEN = {
     "commands.bench_command": {"serve"},
-    "commands.cli": {"up"},
-    "extras.gateway.endpoint_picker_command": {"endpoint_picker"},
     "commands.bench_load_command": {"load"},
+    "commands.bench_quality_command": {"quality"},
+    "commands.cli": {"trace", "up"},
+    "commands.instances_command": {"add", "drain", "remove", "role"},
     "commands.plan_command": {"plan"},
-    "offline.offline_llm": {"LLM.__init__", "LLM.chat"},
-    "extras.lmdeploy.async_engine": {"AsyncEngine.generate"},
+    "commands.quickstart": {"quickstart"},
+    "commands.simulate_command": {"simulate"},
+    "commands.view_commands": {"chat"},
+    "extras.gateway.endpoint_picker_command": {"endpoint_picker"},
+    "extras.key_file.keys_command": {"new"},
+    "extras.lmdeploy.async_engine": {
+        f"AsyncEngine.{name}" for name in ("__call__", "__init__", "generate", "stream_infer")
+    },
+    "extras.lmdeploy.pipeline": {"pipeline"},
+    "extras.quantize.quantize_command": {"quantize"},
+    "model.layers.attention.sdpa": {"forward"},
+    "offline.async_llm": {"AsyncLLMEngine.generate"},
+    "offline.offline_llm": {"LLM.__init__", "LLM.chat", "LLM.generate"},
 }
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.api.middleware.http_bodies import Last
-from pd_cluster.api.routes.resumable_streams import numbered
 from pd_cluster.cluster.placement.routing_rules import ReplayLimits
 from pd_cluster.cluster.streams.stream_records import KeptStream, RecordFinder, RecordPlace
-from pd_cluster.engine.legs.resume_records import STOPPED, TAKEN
 from pd_cluster.errors import GenerationError, Overloaded, Unavailable
+from pd_cluster.extras.resumable_streams.resume_records import STOPPED, TAKEN
+from pd_cluster.extras.resumable_streams.stream_tickets import StreamTicket
+from pd_cluster.extras.resumable_streams.ticketed_stream import numbered
 from pd_cluster.parsers.reply_format import ReplyFormat
-from pd_cluster.service.generation.stream_resumption import StreamTicket
 from pd_cluster.types import LegEnd, PromptOutput, RequestSpec, Sampling, TokenOutput
 from tests.support.resume_values import DIGEST, OTHER, ROOM, WINDOW_S
 from tests.support.router_world import World, turns

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.cluster.tenancy.shared_rate_limits import QUICK_TRIES, SharedRateLimits, tag_of
 from pd_cluster.cluster.tenancy.token_buckets import MINUTE_NS, MOST_A_MINUTE, Bucket, KeyBuckets, go_duration
 from pd_cluster.errors import Unavailable
+from pd_cluster.extras.key_file.shared_rate_limits import QUICK_TRIES, SharedRateLimits, tag_of
 
 SLOT, TAG = 3, tag_of("ab" * 32)
 DEADLINE_S = 30.0
@@ -109,7 +109,7 @@ def test_a_record_is_its_keys_alone() -> None:
 
 CHILD = """
 import fcntl, sys, time
-from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
+from pd_cluster.extras.key_file.shared_rate_limits import SharedRateLimits
 fd, slot, tag, what = (int(each) for each in sys.argv[1:])
 memory = SharedRateLimits(fd, lambda: 0)  # nothing is refilled
 if what < 0:  # takes tokens and dies with the lock

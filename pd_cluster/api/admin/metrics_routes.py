@@ -54,16 +54,31 @@ class ServerLoad(Struct):
     server_load: Annotated[int, Meta(description="In all API processes together.")]
 
 
+@dataclass(frozen=True, slots=True)
+class MetricSources:
+    """Figures from outside this process.
+
+    `totals`: the counts of all API processes; None: there is only this process. `owner`: this scheduler's name, and
+    whether it owns membership.
+    """
+
+    totals: Totals | None = None
+    owner: Callable[[], Owner] = lambda: ONLY_ONE
+
+
+THIS_PROCESS = MetricSources()
+
+
 def metrics_routes(
     router: Router,
     instances: Sequence[Instance],
     model_name: str,
     drain: Drain,
-    totals: Totals | None = None,
+    sources: MetricSources = THIS_PROCESS,
     further: Sequence[Further] = (),
-    owner: Callable[[], Owner] = lambda: ONLY_ONE,
 ) -> APIRouter:
-    """`totals`: the counts of all API processes; None: there is only this process. `further`: optional metrics."""
+    """`further`: optional metrics."""
+    totals = sources.totals
     routes = APIRouter(route_class=PlainRoute)
 
     def told() -> AllStats:
@@ -81,7 +96,7 @@ def metrics_routes(
     )
     async def metrics(request: Request) -> Response:
         found = told()
-        body = metrics_of(instances, model_name, found, busy_of(router, drain), owner())
+        body = metrics_of(instances, model_name, found, busy_of(router, drain), sources.owner())
         for more in further:
             body += await more(found)
         return Response(body, media_type=METRICS_MEDIA_TYPE)

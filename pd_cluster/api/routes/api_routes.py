@@ -14,7 +14,7 @@ from pd_cluster.api.routes.pooling.cohere_embed_routes import cohere_embed_route
 from pd_cluster.api.routes.pooling.score_routes import score_routes
 from pd_cluster.api.routes.pooling.vector_routes import vector_routes
 from pd_cluster.api.routes.response_routes import input_routes, kept_response_routes, response_routes
-from pd_cluster.api.routes.resume_routes import resume_routes
+from pd_cluster.api.routes.stream_resumption import stream_resumption
 from pd_cluster.api.routes.tokens.derender_routes import derender_routes
 from pd_cluster.api.routes.tokens.inference_routes import inference_routes
 from pd_cluster.api.routes.tokens.render_routes import render_routes
@@ -33,7 +33,6 @@ def api_routes(service: TextService, store: ResponseStore | None) -> Iterator[AP
     """Yields the routes. `store`: stores responses; None: responses are not stored."""
     for routes in OPENAI_ROUTES:
         yield routes(service)
-    if service.resumption.is_on:
-        yield resume_routes(service)
+    yield from stream_resumption(service).routes()
     for make in (response_routes, input_routes, kept_response_routes):
         yield make(service, store)

@@ -23,14 +23,13 @@ from pd_cluster.api.openapi.operations import Operation
 from pd_cluster.api.openapi.request_examples import CHAT, COMPLETION, TOOLS
 from pd_cluster.api.routes.load_header import load_header
 from pd_cluster.api.routes.request_names import named
-from pd_cluster.api.routes.resumable_streams import TOKEN_HEADER, keep, numbered, ticket_for
+from pd_cluster.api.routes.stream_resumption import ResumableStream, stream_resumption
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
 from pd_cluster.service.answers.completion_answer import Completion, CompletionAnswer, CompletionChunk
 from pd_cluster.service.answers.openai_answer import Answer
 from pd_cluster.service.answers.sse import DONE, event
 from pd_cluster.service.generation.prompt_generation import Generation
-from pd_cluster.service.generation.stream_resumption import StreamTicket
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.service.schema.error_bodies import CLIENT_CLOSED_REQUEST, error_body
@@ -40,6 +39,7 @@ from pd_cluster.service.text_service import TextService
 
 def openai_routes(service: TextService) -> APIRouter:
     routes, tries = APIRouter(route_class=GeneratingRoute), TOOLS | CHAT if service.takes_tools else CHAT
+    resumption = stream_resumption(service)
     of_chat = Operation("Answer a conversation.", ChatCompletion, ChatCompletionRequest, tries)
     of_text = Operation("Continue a text.", Completion, CompletionRequest, COMPLETION)
 
@@ -50,11 +50,11 @@ def openai_routes(service: TextService) -> APIRouter:
         request = await parsed(http, len(body), lambda: _parse(body, ChatCompletionRequest, service))
         name = service.names.check(request.model, caller_of(http))
         generation = await service.chat(named(request, http), received_s, caller_of(http))
-        ticket = ticket_for(http, service, request, [generation])
+        stream = resumption.begin(http, request, [generation])
         answer = ChatAnswer(request, name, service, generation)
-        if ticket is not None:
-            keep(service, ticket, "chat", body, answer)
-        return await answered(http, service, answer, ticket)
+        if stream is not None:
+            stream.keep("chat", body, answer)
+        return await answered(http, service, answer, stream)
 
     @routes.post("/v1/completions", openapi_extra=of_text.chunks(CompletionChunk))
     async def completions(http: Request) -> Response:
@@ -63,11 +63,11 @@ def openai_routes(service: TextService) -> APIRouter:
         request = await parsed(http, len(body), lambda: _parse(body, CompletionRequest, service))
         name = service.names.check(request.model, caller_of(http))
         generations = await service.completions(named(request, http), received_s, caller_of(http))
-        ticket = ticket_for(http, service, request, generations)
+        stream = resumption.begin(http, request, generations)
         answer = CompletionAnswer(request, name, service, generations)
-        if ticket is not None:
-            keep(service, ticket, "completions", body, answer)
-        return await answered(http, service, answer, ticket)
+        if stream is not None:
+            stream.keep("completions", body, answer)
+        return await answered(http, service, answer, stream)
 
     return routes
 
@@ -76,8 +76,10 @@ def _parse(body: bytes, kind: type[RequestT], service: TextService) -> RequestT:
     return parse(body, kind, takes=(HANDLE,), vocab_size=service.vocab_size)
 
 
-async def answered(http: Request, service: TextService, answer: Answer, ticket: StreamTicket | None = None) -> Response:
-    """Runs the request, and answers whole or in chunks. `ticket`: for a stream that may resume."""
+async def answered(
+    http: Request, service: TextService, answer: Answer, stream: ResumableStream | None = None
+) -> Response:
+    """Runs the request, and answers whole or in chunks. `stream`: for a stream that may resume."""
     if answer.wanted.kv_transfer_params:
         orders = [generation.order for generation in answer.generations]
         asked = answer.wanted.kv_transfer_params
@@ -94,8 +96,8 @@ async def answered(http: Request, service: TextService, answer: Answer, ticket: 
         headers = served_by(answer.generations) | load_header(http, service)
         return await json_response(lambda: answer.whole(pieces), large=answer.is_large, headers=headers)
     events, headers = _events(service, answer), load_header(http, service)
-    if ticket is not None:
-        events, headers = numbered(events, ticket), headers | {TOKEN_HEADER: ticket.token}
+    if stream is not None:
+        events, headers = stream.numbered(events), headers | stream.headers
     return EventStream(events, lambda: served_by(answer.generations), headers)
 
 

@@ -7,19 +7,16 @@ Knows nothing of connections.
 from __future__ import annotations
 
 import hmac
-import importlib.util
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from pd_cluster import extra_table
 from pd_cluster.cluster.members.rank_table_place import Place, digest_of, spans_hosts, table_path
-from pd_cluster.errors import ConfigError
-from pd_cluster.net.node_key_files import NEW, read_node_keys, read_trusted_nodes
-from pd_cluster.net.node_proofs import check_own
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.process_configs import Credentials
 from pd_cluster.settings.process_settings import KeyFiles
 from ranktable_tools import RankTable, load_global
@@ -41,27 +38,11 @@ PURPOSES = {"secret": b"secret 1", "key": b"scheduler key 1", "token": b"admin t
 
 def credentials_of(place: Place, files: KeyFiles) -> Credentials:
     """Returns this process's credentials. Raises ConfigError."""
-    _check_node(place, files)
+    if files.node_key or files.trusted_nodes:
+        flag = called("node_key_file" if files.node_key else "trusted_nodes")
+        extra_table.load(extra_table.NODE_FILES_CHECK, flag)(files, is_worker=place.role != "scheduler")
     named = {"node_key_file": files.node_key, "trusted_nodes": files.trusted_nodes}
     return msgspec.structs.replace(_cluster_credentials(place, files), **named)
-
-
-def _check_node(place: Place, files: KeyFiles) -> None:
-    """Raises ConfigError if the node files cannot be used, or a worker's own list does not trust its node."""
-    if (files.node_key or files.trusted_nodes) and importlib.util.find_spec("cryptography") is None:
-        flag = "--node-key-file" if files.node_key else "--trusted-nodes"
-        raise ConfigError(f"{flag}: cryptography is not installed; pip install 'pd-cluster[node-keys]'")
-    trusted = read_trusted_nodes(Path(files.trusted_nodes)) if files.trusted_nodes else None
-    if not files.node_key:
-        if trusted is not None and place.role != "scheduler":
-            raise ConfigError(
-                f"--trusted-nodes {files.trusted_nodes}: a worker also needs its own key, named by --node-key-file; "
-                f"{NEW}"
-            )
-        return
-    keys = read_node_keys(Path(files.node_key))
-    if trusted is not None and place.role != "scheduler":
-        check_own(keys, Path(files.node_key), trusted, Path(files.trusted_nodes), time.time())
 
 
 def _cluster_credentials(place: Place, files: KeyFiles) -> Credentials:

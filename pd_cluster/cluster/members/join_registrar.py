@@ -19,7 +19,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.worker_membership import Membership
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.net.node_proofs import NODE_REFUSED
+from pd_cluster.net.node_trust import NODE_REFUSED
 from pd_cluster.net.peer_admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission, Life
 from pd_cluster.settings.process_configs import Credentials
 from pd_cluster.settings.process_settings import PortRange, name_problem

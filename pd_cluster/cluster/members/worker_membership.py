@@ -25,7 +25,7 @@ from pd_cluster.cluster.members.worker_description import fetch_description
 from pd_cluster.errors import ConfigError, told
 from pd_cluster.net.connection_handshake import REFUSALS
 from pd_cluster.net.map_deltas import PeersSender
-from pd_cluster.net.node_proofs import NODE_REFUSED
+from pd_cluster.net.node_trust import NODE_REFUSED
 from pd_cluster.process_messages import InstanceInfo, InstanceState
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Role

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from pd_cluster import extra_table
 from pd_cluster.engine.start.preloader import forks_are_safe
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.engine_config import SHIPPED_MODEL, model_name
@@ -131,10 +132,11 @@ class Launch:
 
     def with_lasting_streams(self, env: Mapping[str, str]) -> Launch:
         """Returns this launch, changed so that streams survive the loss of their scheduler, unless its flags or `env`
-        configure this.
+        configure this or the installation lacks the extra.
         """
         says_so = self._value_of("--resume-window") or variable_of("resume_window") in env
-        return self if says_so or not self.openai else replace(self, scheduler_variables=LASTING_STREAMS)
+        can_last = self.openai and extra_table.is_installed(extra_table.STREAM_RESUMPTION)
+        return self if says_so or not can_last else replace(self, scheduler_variables=LASTING_STREAMS)
 
     @property
     def has_keys(self) -> bool:

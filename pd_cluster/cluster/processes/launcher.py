@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pd_cluster import host
+from pd_cluster import extra_table, host
 from pd_cluster.cluster.members.rank_table_place import TABLE_VARIABLES
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
 from pd_cluster.cluster.processes.launch_settings import Launch, role_of
@@ -183,6 +183,8 @@ class Cluster:
             raise ConfigError(
                 "--admin-port: cannot be combined with --schedulers: each scheduler's admin port is its public port + 1"
             )
+        if launch.num_encode:
+            extra_table.load("encoders", "--encode")
         if launch.num_schedulers > 1 and launch.num_encode:
             raise ConfigError(
                 "--encode: cannot be combined with --schedulers, because encoders do not report each scheduler's "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from pd_cluster.cluster.records.request_stats import Outcome
 from pd_cluster.cluster.records.request_timeline import Timeline
@@ -145,7 +146,7 @@ def _parts(legs: list[_Leg], end_s: float) -> Iterable[TraceSpan]:
         if leg.first("offered", "chunk", "decode start") is None and len(legs) == 1:
             numbers: dict[str, Value] = {Names.NUM_TOKENS: leg.total("finished", "num_tokens")}
             name = "generate" if numbers[Names.NUM_TOKENS] or leg.first("finished") is None else "prefill"
-            yield _part(name, leg, leg.events[0][0], leg.first(*ENDS), end_s, numbers)
+            yield _part(name, leg, _Times(leg.events[0][0], leg.first(*ENDS), end_s), numbers)
             continue
         if admitted_s is not None:
             done_s = leg.first("first token", *(() if decode_s is None else ("decode start",)), *ENDS)
@@ -155,14 +156,14 @@ def _parts(legs: list[_Leg], end_s: float) -> Iterable[TraceSpan]:
                 Names.NUM_CACHED: leg.total("admitted", "num_cached"),
             }
             chunks = [event for event in leg.events if event[1] in ("admitted", "chunk")]
-            yield _part("prefill", leg, start_s, done_s, end_s, numbers, chunks)
+            yield _part("prefill", leg, _Times(start_s, done_s, end_s), numbers, chunks)
         if leg.first("offered") is not None and (
             leg is receiver or (receiver is None and leg.first("credited", "sent"))
         ):
             yield _handover(leg, legs, end_s)
         if decode_s is not None:
             numbers = {Names.NUM_TOKENS: leg.total("finished", "num_tokens")}
-            yield _part("decode", leg, decode_s, leg.first(*ENDS), end_s, numbers)
+            yield _part("decode", leg, _Times(decode_s, leg.first(*ENDS), end_s), numbers)
 
 
 def _handover(leg: _Leg, legs: list[_Leg], end_s: float) -> TraceSpan:
@@ -176,20 +177,26 @@ def _handover(leg: _Leg, legs: list[_Leg], end_s: float) -> TraceSpan:
     if sender and sender != leg.instance:
         numbers[Names.SENDER] = sender
     events = [event for event in leg.events if event[1] in ("credited", "landing complete")]
-    return _part("handover", leg, start_s, leg.first("confirmed", "failed"), end_s, numbers, events)
+    return _part("handover", leg, _Times(start_s, leg.first("confirmed", "failed"), end_s), numbers, events)
+
+
+class _Times(NamedTuple):
+    """When a part began and was done; `done_s` None: no end was reported. `end_s`: the end of its attempt."""
+
+    start_s: float
+    done_s: float | None
+    end_s: float
 
 
 def _part(
     name: str,
     leg: _Leg,
-    start_s: float,
-    done_s: float | None,
-    end_s: float,
+    times: _Times,
     numbers: dict[str, Value],
     events: list[tuple[float, str, dict[str, int]]] | None = None,
 ) -> TraceSpan:
     attributes: dict[str, Value] = {Names.INSTANCE: leg.instance, **numbers}
-    error, failed_s = "", leg.first("failed")
+    error, failed_s, (start_s, done_s, end_s) = "", leg.first("failed"), times
     if done_s is None:
         attributes[Names.UNREPORTED] = True
         error = f"{leg.instance} did not report an end"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pd_cluster.cluster.records.request_stats import Outcome
 from pd_cluster.wire import TraceEvent
@@ -146,6 +146,14 @@ class Timeline:
         return round((at_s - self.received_s) * 1e3, 3)
 
 
+class RequestNames(NamedTuple):
+    """The router's name of a request, that of its first transfer, and the client's."""
+
+    request_id: str
+    transfer_id: str
+    client_id: str
+
+
 class Timelines:
     """The last requests. `heard` may be called on another thread, since it only lowers an offset."""
 
@@ -170,9 +178,7 @@ class Timelines:
 
     def routed(
         self,
-        request_id: str,
-        transfer_id: str,
-        client_id: str,
+        names: RequestNames,
         received_s: float | None,
         num_prompt_tokens: int,
         prefill: tuple[str, str],
@@ -181,14 +187,14 @@ class Timelines:
         """Adds a new request; `prefill` and `decode` are (connection, name)."""
         now_s = self._clock()
         received_s = now_s if received_s is None else received_s
-        ids = [each for each in (client_id, request_id, transfer_id) if each]
+        ids = [each for each in (names.client_id, names.request_id, names.transfer_id) if each]
         timeline = Timeline(ids, num_prompt_tokens, received_s, prefill[1], decode[1], dict([prefill, decode]))
         timeline.own += [(received_s, "received"), (now_s, "routed")]
         timeline.added_s = now_s - received_s
         if (follower := FOLLOWER.get()) is not None:
             timeline.follower = follower
             follower.follow(timeline)
-        self._kept[request_id] = timeline
+        self._kept[names.request_id] = timeline
         self._by_id.update(dict.fromkeys(ids, timeline))
         while len(self._kept) > self.max_requests:
             self._drop_oldest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd_cluster.cluster.instances.roster import Members
@@ -27,6 +28,17 @@ SAFE = 0.7  # an expected wait may take up this share of the allowed wait: estim
 # a rate is trusted once requests have waited for MIN_MEASURED_S and MIN_MEASURED requests have begun
 MIN_MEASURED_S = 0.5
 MIN_MEASURED = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """A request whose tokens are known. `client`: the name by which requests share the queue."""
+
+    client: str
+    num_tokens: int
+    num_sequences: int
+    priority: int = 0
+    group: PromptGroup = field(default_factory=PromptGroup)
 
 
 class AdmissionRate:
@@ -161,30 +173,21 @@ class AdmissionQueue:
 
     # ---- a request whose tokens are known
 
-    def at_once(
-        self, name: str, num_tokens: int, num_sequences: int, priority: int, group: PromptGroup
-    ) -> QueueEntry | None:
+    def at_once(self, request: QueuedRequest) -> QueueEntry | None:
         """Returns the entry of a request that need not wait; None if it must wait, and the caller must await `turn`."""
         if self.queue.num_waiting or self._is_beginning or (may := self._may_begin()) is None:
             return None
         now_s = self._loop.time()
-        entry = QueueEntry(self.queue.client(name, now_s), num_tokens, num_sequences, priority, arrived_s=now_s)
+        entry = self._entry(request, now_s, now_s)
         if not may(entry):
             return None
-        self._is_beginning = group.has_begun = True
+        self._is_beginning = request.group.has_begun = True
         self.rate.passed(now_s, waited=False)
         self._begin(entry, now_s)
         return entry
 
     async def turn(
-        self,
-        name: str,
-        num_tokens: int,
-        num_sequences: int,
-        priority: int = 0,
-        client_timeout_s: float = math.inf,
-        group: PromptGroup | None = None,
-        since_s: float | None = None,
+        self, request: QueuedRequest, client_timeout_s: float = math.inf, since_s: float | None = None
     ) -> QueueEntry:
         """Waits until there is capacity and the request is next. The caller must call `begun` or `ended` before it
         awaits anything.
@@ -192,11 +195,11 @@ class AdmissionQueue:
         `since_s`: when the request began to wait, by the event loop's clock; None: now. Raises Overloaded if it has
         waited as long as allowed, or is expected to wait longer.
         """
-        now_s, group = self._loop.time(), group or PromptGroup()
-        if (entry := self.at_once(name, num_tokens, num_sequences, priority, group)) is not None:
+        now_s, group, num_tokens = self._loop.time(), request.group, request.num_tokens
+        if (entry := self.at_once(request)) is not None:
             return entry
-        client = self.queue.client(name, now_s)
-        entry = QueueEntry(client, num_tokens, num_sequences, priority, arrived_s=now_s if since_s is None else since_s)
+        entry = self._entry(request, now_s, now_s if since_s is None else since_s)
+        client = entry.client
         if not group.is_let_in:
             self._check(client, num_tokens, client_timeout_s)
             group.is_let_in = True
@@ -223,6 +226,10 @@ class AdmissionQueue:
             raise
         group.has_begun = True
         return entry
+
+    def _entry(self, request: QueuedRequest, now_s: float, arrived_s: float) -> QueueEntry:
+        client = self.queue.client(request.client, now_s)
+        return QueueEntry(client, request.num_tokens, request.num_sequences, request.priority, arrived_s=arrived_s)
 
     def begun(self, entry: QueueEntry) -> None:
         """Records that the request was sent, and lets the next one begin if it fits."""

@@ -20,7 +20,7 @@ from pd_cluster.cluster.placement.routing_rules import RoutingRules
 from pd_cluster.cluster.placement.wait_prediction import check_goals, within_tpot
 from pd_cluster.cluster.queueing.fair_queue import Client, QueueEntry
 from pd_cluster.cluster.records.request_stats import RequestStats
-from pd_cluster.cluster.routing.admission_queue import AdmissionQueue
+from pd_cluster.cluster.routing.admission_queue import AdmissionQueue, QueuedRequest
 from pd_cluster.cluster.streams.request_origin import AdmittedRequest, PromptGroup, RequestOwner
 from pd_cluster.cluster.streams.request_stream import Ending, RequestStream
 from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
@@ -122,9 +122,7 @@ class RequestAdmission:
             return None
         entry = None
         if self.waiting is not None:
-            num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
-            group = owner.group or PromptGroup()
-            entry = self.waiting.at_once(owner.client, num_tokens, num_sequences, priority, group)
+            entry = self.waiting.at_once(_queued(ask, num_sequences, priority, owner))
             if entry is None:
                 return None
         try:
@@ -165,10 +163,8 @@ class RequestAdmission:
         entry = None
         if self.waiting is not None:
             try:
-                num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
-                entry = await self.waiting.turn(
-                    owner.client, num_tokens, num_sequences, priority, owner.client_timeout_s, owner.group, arrived_s
-                )
+                request = _queued(ask, num_sequences, priority, owner)
+                entry = await self.waiting.turn(request, owner.client_timeout_s, arrived_s)
             except Overloaded:
                 self._stats.refused("queue")
                 raise
@@ -266,3 +262,8 @@ class RequestAdmission:
         finally:
             for task in waiting:
                 task.cancel()
+
+
+def _queued(ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner) -> QueuedRequest:
+    num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
+    return QueuedRequest(owner.client, num_tokens, num_sequences, priority, owner.group or PromptGroup())

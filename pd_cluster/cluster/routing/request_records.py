@@ -6,7 +6,7 @@ import logging
 
 from pd_cluster.cluster.records.adapter_counts import AdapterCounts
 from pd_cluster.cluster.records.request_stats import RequestStats
-from pd_cluster.cluster.records.request_timeline import Timelines
+from pd_cluster.cluster.records.request_timeline import RequestNames, Timelines
 from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.errors import PdClusterError, RequestAborted
@@ -30,8 +30,8 @@ class RequestRecords:
     def _on_opened(self, stream: RequestStream) -> None:
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         origin, num_tokens = stream.origin, len(stream.order.prompt_token_ids)
-        names = stream.request_id, stream.transfer_id, origin.client_id
-        self._timelines.routed(*names, origin.received_s, num_tokens, prefill, decode)
+        names = RequestNames(stream.request_id, stream.transfer_id, origin.client_id)
+        self._timelines.routed(names, origin.received_s, num_tokens, prefill, decode)
 
     def _on_begun(self, stream: RequestStream) -> None:
         heard_s = stream.heard_s + stream.held_s  # the hold for decode does not count as a delay in this process

@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 
-import msgspec
-import torch
-
-from pd_cluster import wire
 from pd_cluster.costs.linear_costs import StepCost
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.assembly.build_drafting import drafting_of
-from pd_cluster.engine.handover.handover import HandoverTerms
-from pd_cluster.engine.handover.handover_context import HandoverContext
-from pd_cluster.engine.handover.links.link_ends import LocalEndpoint
-from pd_cluster.engine.handover.links.network_policy import NetworkPolicy
-from pd_cluster.engine.legs.legs import Legs
-from pd_cluster.engine.lifecycle.engine_weights import WeightSource
+from pd_cluster.engine.assembly.build_processors import processors_of
 from pd_cluster.engine.ranks.lead_runner import LeadRunner
 from pd_cluster.engine.ranks.rank_channel import Channel
 from pd_cluster.engine.scheduling.group_holdings import LayerGroup
 from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.scheduling.state_checkpoints import KeepRule
 from pd_cluster.engine.step.engine_core import EngineCore
-from pd_cluster.engine.step.engine_limits import EngineLimits
 from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.group_rule import within
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix_index import PrefixScope
-from pd_cluster.logits_processors import ModelFacts, ProcessorConfig
 from pd_cluster.model.layers.expert_share import ExpertUnit
 from pd_cluster.model.parallel.rank_group import Group
 from pd_cluster.model.runner.load_runner import load_runner
 from pd_cluster.model.runner.model_runner import ModelRunner
-from pd_cluster.model.runner.weight_versions import CopySource, VersionFiles
 from pd_cluster.model.sampling.grammar_masks import Guides
-from pd_cluster.model.sampling.load_processors import load_processors
-from pd_cluster.model.sampling.request_processors import NO_PROCESSORS, RequestProcessors
-from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.settings.engine_config import EngineConfig
-from pd_cluster.settings.process_configs import WorkerConfig
 from pd_cluster.text.grammar import Compiler
-
-log = logging.getLogger(__name__)
 
 
 def build_core(
@@ -91,22 +72,6 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     return EngineCore(lead, scheduler, timing, guides, drafting, processors)
 
 
-def processors_of(config: EngineConfig, runner: ModelRunner) -> RequestProcessors:
-    """Loads the operator's logits processors. Raises ConfigError."""
-    if not config.logits_processors:
-        return NO_PROCESSORS
-    facts = ModelFacts(
-        model=config.model,
-        tokenizer=str(runner.tokenizer_file),
-        dtype=runner.numerics.dtype,
-        max_model_len=runner.max_model_len,
-        vocab_size=runner.vocab_size,
-    )
-    device = torch.device(runner.device.torch_name)
-    loaded = load_processors(config.logits_processors, ProcessorConfig(model_config=facts), device)
-    return RequestProcessors(loaded, runner.eos_token_ids)
-
-
 def keep_rule_of(config: EngineConfig, block_size: int) -> KeepRule:
     interval = config.mamba_block_size or -(-KeepRule().interval // block_size) * block_size
     return KeepRule(config.mamba_cache_mode, interval)
@@ -123,46 +88,3 @@ def _groups_of(runner: ModelRunner, tier: HostTier | None) -> list[LayerGroup]:
         blocks = BlockPool(pool.num_blocks, rests=runner.device.is_accelerator, tier=None if at else tier)
         found.append(LayerGroup(blocks, rule, BlockPool(swap.num_blocks)))
     return found
-
-
-def limits_of(runner: ModelRunner) -> EngineLimits:
-    images = None if runner.tower is None else runner.tower.rules
-    return EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.held.variants, images)
-
-
-def weights_of(
-    core: EngineCore, runner: ModelRunner, all_ranks: LeadRunner | ModelRunner, copies: CopySource | None = None
-) -> WeightSource:
-    """Returns how an engine outside of a unit changes its weights. `all_ranks`: `runner`, with its followers if any.
-
-    `copies`: the source of versions whose files are not on this host.
-    """
-    files = VersionFiles(runner.model_folder, copies)
-
-    def load(version: wire.WeightVersion) -> None:
-        folder, stamp = files.found(version)
-        all_ranks.change_weights(str(folder), stamp)
-        runner.numerics = msgspec.structs.replace(runner.numerics, weights=version.digest)
-        core.scheduler.change_numerics(runner.numerics)
-        files.loaded(version)
-
-    return WeightSource(files.check, files.is_found, load)
-
-
-def endpoint_of(config: WorkerConfig, runner: ModelRunner) -> LocalEndpoint:
-    own = peer_key(config.name, config.epoch)
-    return LocalEndpoint(
-        own,
-        config.credentials.secret,
-        runner.model_identity,
-        runner.numerics,
-        tuple(pool.layout for pool in runner.pools),
-        tuple(pool.num_blocks for pool in runner.pools),
-        config.kv,
-        NetworkPolicy(own, config.trusts_network),
-    )
-
-
-def legs_of(config: WorkerConfig, core: EngineCore, runner: ModelRunner, context: HandoverContext) -> Legs:
-    terms = HandoverTerms(config.role == "prefill", config.engine.growth_tokens, runner.vocab_size)
-    return Legs.of(context, core, limits_of(runner), terms)

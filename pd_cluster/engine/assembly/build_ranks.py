@@ -7,16 +7,14 @@ import queue
 from collections.abc import Callable
 
 from pd_cluster.devices.device import Device, bind, use
-from pd_cluster.engine.assembly.build_engine import endpoint_of
+from pd_cluster.engine.assembly.build_legs import endpoint_of
 from pd_cluster.engine.handover.engine_events import Event, StopEngine
 from pd_cluster.engine.handover.links.link_ends import LocalLanes
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.follower import Follower, send_to_rank_0
 from pd_cluster.engine.ranks.hang_watchdog import end_within
-from pd_cluster.engine.ranks.lead_runner import LeadRunner
 from pd_cluster.engine.ranks.rank_channel import Channel
 from pd_cluster.engine.ranks.rank_cores import HostCores
-from pd_cluster.engine.ranks.remote_lanes import RankLanes
 from pd_cluster.engine.stages.tier_stores import open_tiers
 from pd_cluster.engine.unit.unit_meeting import follower_group
 from pd_cluster.errors import InstanceLost
@@ -64,34 +62,6 @@ def build_follower(config: WorkerConfig) -> Follower:
         channel.send(to.TierReport(contents))
     transports = Transports(config, runner.pools)
     return Follower(runner, channel, LocalLanes(endpoint_of(config, runner), transports, send_to_rank_0(channel)))
-
-
-def message_handler_of(
-    runner: LeadRunner, lanes: RankLanes, put: Callable[[Event], None]
-) -> Callable[[to.OfLanes | to.LoadedAdapter | to.TierReport], None]:
-    """Returns a function that forwards a follower's messages. `put` passes an event to the engine's thread."""
-
-    def hear(message: to.OfLanes | to.LoadedAdapter | to.TierReport) -> None:
-        if isinstance(message, to.LoadedAdapter):
-            runner.adapters.hear(message)
-        elif isinstance(message, to.TierReport):
-            put(message.report)
-        else:
-            lanes.hear(message)
-
-    return hear
-
-
-def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str) -> None:
-    """Stops the engine's loop.
-
-    A loop that waits for the lost rank never finishes its round, so a timer also ends the process. Nothing else would
-    end it: NCCL's watchdog does not cover calls that a CUDA graph replays.
-    """
-    error = InstanceLost(f"rank {rank} of {size} {why}")
-    inbox.put(StopEngine(error))
-    end_within(2 * wait_s)
-    tell_lost(str(error))
 
 
 def on_mate_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:

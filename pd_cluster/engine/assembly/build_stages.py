@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from pd_cluster.engine.assembly.build_engine import limits_of
-from pd_cluster.engine.encode.build_encoder import terms_of
-from pd_cluster.engine.encode.encoder_stage import Encoders, Engine
+from pd_cluster import extra_table
 from pd_cluster.engine.handover.handover_context import HandoverContext
 from pd_cluster.engine.legs.legs import Legs
 from pd_cluster.engine.ranks.lead_runner import LeadRunner
@@ -35,12 +32,8 @@ def stages_of(
         yield tiers_of(config, core.scheduler, tier, runner, lead or runner)
         for each in contents:
             context.report(each)
-    if runner.tower is not None:
-        engine = Engine(lambda: runner.tower, core.scheduler, limits_of(runner), legs.table)
-        terms = replace(
-            terms_of(config, runner.model_identity, runner.numerics), network_policy=context.endpoint.network_policy
-        )
-        yield Encoders(engine, terms, context.post, context.report, context.clock, config.timeouts)
+    for name in filter(extra_table.is_installed, extra_table.STAGES):
+        yield from extra_table.load(name)(config, core, runner, legs, context)
     if context.pulls_prefixes:
         yield PrefixPulls(core.scheduler, legs, context.clock)
     yield CacheReports(context.post, core.scheduler.known)

@@ -5,40 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
-
+from pd_cluster import extra_table
 from pd_cluster.devices.device import Device
-from pd_cluster.engine.assembly.build_engine import build_core, endpoint_of, legs_of, weights_of
+from pd_cluster.engine.assembly.build_availability import all_ranks_of, availability_of, transfers_of
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.assembly.build_lanes import followers_of, lanes_of
+from pd_cluster.engine.assembly.build_legs import endpoint_of, legs_of, ready_report
 from pd_cluster.engine.assembly.build_ranks import (
     Inbox,
     device_of,
     meet,
-    message_handler_of,
     on_mate_lost,
-    on_rank_lost,
 )
 from pd_cluster.engine.assembly.build_stages import stages_of
 from pd_cluster.engine.assembly.build_unit import unit_of
-from pd_cluster.engine.encode.build_encoder import build_encoder
 from pd_cluster.engine.handover.handover_context import HandoverContext
-from pd_cluster.engine.handover.links.link_ends import LaneEnds, LocalEndpoint, LocalLanes
-from pd_cluster.engine.lifecycle.availability import Availability
-from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
-from pd_cluster.engine.lifecycle.engine_weights import EngineWeights
-from pd_cluster.engine.lifecycle.weight_copies import WeightCopies
-from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
-from pd_cluster.engine.ranks import rank_messages as to
-from pd_cluster.engine.ranks.lead_runner import LeadRunner, Watch
-from pd_cluster.engine.ranks.rank_channel import Channel
+from pd_cluster.engine.handover.links.link_ends import LocalLanes
 from pd_cluster.engine.ranks.rank_cores import HostCores
-from pd_cluster.engine.ranks.remote_lanes import RankLanes
-from pd_cluster.engine.stages.weight_transfers import TransferEnds, WeightTransfers
 from pd_cluster.engine.unit.unit_rounds import UnitRounds
 from pd_cluster.engine.worker.mailbox_reader import MailboxReader
 from pd_cluster.engine.worker.processor_watch import watch_processors
 from pd_cluster.engine.worker.worker import Cores, Worker
 from pd_cluster.engine.worker.worker_loop import Loop
-from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.peer_admission import Life
 from pd_cluster.process_messages import RankReport
@@ -57,6 +45,7 @@ def build_worker(
     device = device_of(config)
     if config.role == "encode":
         mailbox_reader = MailboxReader(inbox)
+        build_encoder = extra_table.load(extra_table.ENCODER, "--role encode")
         encoder, mailbox, report = build_encoder(config, device, inbox.put)
         mailbox_reader.serve(encoder)
         mailbox.start(mailbox_reader)
@@ -67,8 +56,7 @@ def build_worker(
 def _build_engine(
     config: WorkerConfig, device: Device, inbox: Inbox, tell: Callable[[RankReport], None]
 ) -> tuple[Loop, Mailbox, RankReport]:
-    wait_s, tell_lost = config.timeouts.collective_timeout_s, partial(_tell_lost, tell)
-    followers = [Channel(fd, to.FromFollower, wait_s) for fd in config.ranks.fds]
+    tell_lost, followers = partial(_tell_lost, tell), followers_of(config)
     cores, group = HostCores(config, device), meet(config, device)
     mailbox = Mailbox(Life(config.name, config.epoch), "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
@@ -87,11 +75,7 @@ def _build_engine(
         watch_processors(processors.calls, mailbox, tell_lost)
     endpoint = endpoint_of(config, runner)
     local = LocalLanes(endpoint, Transports(config, runner.pools), mailbox.send)
-    lanes: LaneEnds = local
-    if isinstance(lead := core.runner, LeadRunner):  # there are followers
-        lanes = RankLanes(local, followers, lambda: lead.progress, mailbox.send, inbox.put)
-        lost = partial(on_rank_lost, config.ranks.size, wait_s, inbox, tell_lost)
-        Watch(followers, message_handler_of(lead, lanes, inbox.put), lost, wait_s).start()
+    lanes = lanes_of(config, core, local, mailbox, inbox, tell_lost)
     context = HandoverContext(
         endpoint,
         mailbox,
@@ -103,40 +87,20 @@ def _build_engine(
         max_quarantined_share=config.kv_max_quarantine,
     )
     legs = legs_of(config, core, runner, context)
-    is_host = not device.is_accelerator
-    all_ranks = core.runner if isinstance(core.runner, LeadRunner) else runner
-    sleep = EngineSleep(all_ranks.sleep if is_host and unit is None else None, core.scheduler.forget)
-    ends = TransferEnds(mailbox.send, mailbox.payload_sender, config.bind_address)
-    transfers = WeightTransfers(runner.model_folder, ends, WeightCopies())
-    weights = EngineWeights(weights_of(core, runner, all_ranks, transfers) if unit is None else None)
-    drain = WorkerDrain(config.timeouts.drain_timeout_s, context.clock)
-    state = Availability(drain, sleep, weights=weights)
+    transfers = transfers_of(config, runner, mailbox)
+    state = availability_of(config, core, runner, transfers, context.clock, is_member=unit is not None)
     stages = [*stages_of(config, core, runner, legs, context), transfers]
     if unit is not None and exchange is not None:
         exchange.loaded()
-        stages.append(UnitRounds(unit.mates, exchange, all_ranks, legs, state.drain, inbox.put))
-    worker = Worker(core, legs, stages, state, context, Cores(is_host, runner.threads.rest))
-    report = _ready(
+        stages.append(UnitRounds(unit.mates, exchange, all_ranks_of(core, runner), legs, state.drain, inbox.put))
+    worker = Worker(core, legs, stages, state, context, Cores(not device.is_accelerator, runner.threads.rest))
+    report = ready_report(
         RankReport(state="ready", control_port=control_port, public_key=mailbox.public_key), endpoint, runner
     )
     mailbox_reader.serve(worker)
     if unit is None:
         mailbox.start(mailbox_reader)
     return Loop(inbox, worker), mailbox, report
-
-
-def _ready(report: RankReport, endpoint: LocalEndpoint, runner: ModelRunner) -> RankReport:
-    return msgspec.structs.replace(
-        report,
-        model_identity=runner.model_identity,
-        numerics=runner.numerics,
-        max_model_len=runner.max_model_len,
-        max_num_seqs=runner.max_num_seqs,
-        max_num_batched_tokens=runner.max_num_batched_tokens,
-        layout=endpoint.layouts[0].to_info(),
-        num_blocks=endpoint.num_blocks[0],
-        further_layouts=[layout.to_info() for layout in endpoint.layouts[1:]],
-    )
 
 
 def _tell_lost(tell: Callable[[RankReport], None], why: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pd_cluster import wire
 from pd_cluster.kv.tier_commands import TierContents, TierDone
-from pd_cluster.transport.link_events import FeatureEvent, LinkEvent
+from pd_cluster.transport.link_events import LinkEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,11 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class StageEvent:
+    """Base of the events of stages in extras."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartDrain:
     """The worker must drain: it soon accepts no more requests, and stops when all requests have ended."""
 
@@ -78,7 +83,7 @@ Event = (
     | TierDone
     | TierContents
     | LinkEvent
-    | FeatureEvent
+    | StageEvent
 )
 
 

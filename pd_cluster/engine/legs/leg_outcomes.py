@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pd_cluster.engine.leg_trace import LegNotes
+from pd_cluster.engine.legs.leg_records import LegRecords
 from pd_cluster.engine.legs.leg_table import LegTable
 from pd_cluster.engine.legs.output_batcher import OutputBatcher
-from pd_cluster.engine.legs.resume_records import Records
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.types import LegEnd, PromptOutput, Request, TokenOutput
 
@@ -19,7 +19,7 @@ class LegOutcomes:
         scheduler: StepScheduler,
         output_batcher: OutputBatcher,
         notes: LegNotes,
-        records: Records,
+        records: LegRecords,
     ) -> None:
         self.table, self.output_batcher, self.notes, self.records = table, output_batcher, notes, records
         self._scheduler = scheduler

@@ -9,9 +9,9 @@ from pd_cluster.engine.handover.handover import Handover, HandoverTerms
 from pd_cluster.engine.handover.handover_context import HandoverContext
 from pd_cluster.engine.leg_trace import LegNotes
 from pd_cluster.engine.legs.leg_outcomes import LegOutcomes
+from pd_cluster.engine.legs.leg_records import leg_records
 from pd_cluster.engine.legs.leg_table import LegTable
 from pd_cluster.engine.legs.output_batcher import OutputBatcher
-from pd_cluster.engine.legs.resume_records import Records
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.engine_limits import EngineLimits
 from pd_cluster.types import LegEnd, Request, Status, resume
@@ -44,7 +44,8 @@ class Legs:
         """Builds the object for a worker that has no legs yet."""
         clock, table = context.clock, LegTable()
         output_batcher, notes = OutputBatcher(context.post, context.tracer, clock), LegNotes(context.note, clock)
-        outcomes = LegOutcomes(table, core.scheduler, output_batcher, notes, Records(table, output_batcher, clock))
+        records = leg_records(table, output_batcher, clock)
+        outcomes = LegOutcomes(table, core.scheduler, output_batcher, notes, records)
         return cls(core, limits, outcomes, Handover(context, core.scheduler, outcomes, terms), clock)
 
     @property

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.links.link_ends import LocalLanes, ReceiveEnd, SendEnd
+from pd_cluster.engine.handover.links.link_ends import LinkName, LocalLanes, ReceiveEnd, SendEnd
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.lane_calls import RECEIVE_CALLS, SEND_CALLS, LaneCalls
 from pd_cluster.engine.ranks.lead_runner import ALL_LAYERS
@@ -117,9 +117,8 @@ class LaneHost:
 
     def _open_send(self, at: At, message: to.OpenSend) -> None:
         report = partial(self._report, at)
-        end = self._lanes.send_end(
-            message.conn, message.link_id, message.peer, message.lane, message.between, report, note_nothing
-        )
+        link = LinkName(message.conn, message.link_id, message.peer)
+        end = self._lanes.send_end(link, message.lane, message.between, report, note_nothing)
         self._held[at] = _HeldEnd(end, SEND_CALLS, self._sending, lambda: (end.sent_nbytes, 0))
         self._send(to.Offers(*at, end.offers, end.max_payloads, end.probe_seed))
 

@@ -83,7 +83,7 @@ class LeadRunner:
 
     def __init__(self, runner: ModelRunner, followers: Sequence[Channel]) -> None:
         self.runner = runner
-        self._followers = followers
+        self.followers = followers
         self.eos_token_ids = runner.eos_token_ids
         self.vocab_size = runner.vocab_size
         self.goes_ahead = runner.goes_ahead
@@ -165,7 +165,7 @@ class LeadRunner:
         if self._unit_rows:
             message = structs.replace(message, unit_rows=self._unit_rows)
         if step.images:
-            for rank, follower in enumerate(self._followers, start=1):
+            for rank, follower in enumerate(self.followers, start=1):
                 parts = self.runner.without_foreign_pixels(step.images, rank)
                 follower.send(structs.replace(message, images=tuple(to.StepImage(*part) for part in parts)))
         else:
@@ -183,7 +183,7 @@ class LeadRunner:
 
     def _tell(self, message: to.RankMessage) -> None:
         data = encode(message)
-        for follower in self._followers:
+        for follower in self.followers:
             follower.send_encoded(data)
 
 

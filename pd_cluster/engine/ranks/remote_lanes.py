@@ -7,13 +7,13 @@ followers' channels read the followers' messages; they only update counts or pas
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.engine_events import Offered
-from pd_cluster.engine.handover.links.link_ends import LocalLanes, ReceiveEnd, SendEnd
+from pd_cluster.engine.handover.links.link_ends import LinkName, LocalLanes, ReceiveEnd, SendEnd
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.lane_calls import RECEIVE_CALLS, SEND_CALLS, LaneCalls
 from pd_cluster.engine.ranks.rank_channel import Channel
@@ -123,7 +123,7 @@ class RankLanes:
     def __init__(
         self,
         local: LocalLanes,
-        followers: list[Channel],
+        followers: Sequence[Channel],
         progress: Callable[[], to.Reached],
         send: Callable[[str, wire.Body], None],
         tell: Callable[[Offered], None],
@@ -135,15 +135,13 @@ class RankLanes:
         self._tell = tell
         self._ends: dict[tuple[str, int], tuple[RemoteSend | RemoteReceive, Report]] = {}
 
-    def send_end(
-        self, conn: str, link_id: str, peer: str, index: int, lane: Lane, report: Report, note: Note
-    ) -> SendEnd:
+    def send_end(self, link: LinkName, index: int, lane: Lane, report: Report, note: Note) -> SendEnd:
         if lane.source_rank == 0:
-            return self._local.send_end(conn, link_id, peer, index, lane, report, note)
+            return self._local.send_end(link, index, lane, report, note)
         channel = self._followers[lane.source_rank - 1]
-        end = RemoteSend(self._place(conn, index, channel))
-        self._ends[conn, index] = end, report
-        channel.send(to.OpenSend(conn, index, link_id, peer, lane))
+        end = RemoteSend(self._place(link.conn, index, channel))
+        self._ends[link.conn, index] = end, report
+        channel.send(to.OpenSend(link.conn, index, link.link_id, link.peer, lane))
         return end
 
     def receive_end(

@@ -16,7 +16,7 @@ from pd_cluster.engine.lifecycle.availability import Availability
 
 
 class Job(Protocol):
-    """The job that a loop drives: an engine (worker.py) or an encoder (encode/encode_worker.py)."""
+    """The job that a loop drives: an engine (worker.py) or an encoder (extras/encoders)."""
 
     state: Availability
 

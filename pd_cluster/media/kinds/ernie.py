@@ -11,7 +11,7 @@ from msgspec import structs
 
 from pd_cluster.errors import ModelError
 from pd_cluster.media.folder_fields import FolderFields
-from pd_cluster.media.kinds.qwen import GridRules, grid_rules
+from pd_cluster.media.kinds.qwen import GridDefaults, GridRules, grid_rules
 from pd_cluster.media.kinds.qwen_video import ALIKE, VideoDefaults, video_rules
 
 SIZES = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 6177}
@@ -30,7 +30,7 @@ def ernie(given: FolderFields) -> GridRules:
         given.token_id("image_start_token_id", default=101304),
         given.token_id("image_end_token_id", default=101305),
     )
-    rules = grid_rules(given, 14, 100295, SIZES, num_frames=1, marks=marks)
+    rules = grid_rules(given, GridDefaults(14, 100295, SIZES, num_frames=1), marks=marks)
     file, found = given.video
     font = given.folder / Path(str(found.get("font") or FONT)).name
     draws = found.get("draw_on_frames", True) is not False

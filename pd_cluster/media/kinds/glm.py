@@ -12,7 +12,7 @@ from msgspec import structs
 
 from pd_cluster.errors import RequestError
 from pd_cluster.media.folder_fields import FolderFields
-from pd_cluster.media.kinds.qwen import MAX_ASPECT_RATIO, GridRules, grid_rules
+from pd_cluster.media.kinds.qwen import MAX_ASPECT_RATIO, GridDefaults, GridRules, grid_rules
 from pd_cluster.media.kinds.qwen_video import VideoDefaults, video_rules
 from pd_cluster.media.video_rules import TimestampStyle
 
@@ -52,6 +52,6 @@ VIDEO = VideoDefaults(
 
 def glm4v(given: FolderFields) -> GridRules:
     """Returns the rules of a folder. Raises ModelError."""
-    rules = grid_rules(given, 14, 151343, SIZES, FrameRules)
+    rules = grid_rules(given, GridDefaults(14, 151343, SIZES), FrameRules)
     video = video_rules(given, VIDEO, stamps=TimestampStyle.BEHIND, shares_area=True, pad_id=rules.token_id)
     return structs.replace(rules, video=video)

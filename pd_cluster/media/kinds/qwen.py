@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -138,32 +139,40 @@ class GridRules(ImageRules, frozen=True):
 
 
 def qwen2(given: FolderFields) -> GridRules:
-    return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video_rules(given, qwen_defaults(28)))
+    return structs.replace(
+        grid_rules(given, GridDefaults(14, TOKEN_ID, SIZES)), video=video_rules(given, qwen_defaults(28))
+    )
 
 
 def qwen2_5(given: FolderFields) -> GridRules:
     rate = float(given.count("tokens_per_second", 4, of_tower=True))
     video = video_rules(given, qwen_defaults(28), tokens_per_second=rate)
-    return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video)
+    return structs.replace(grid_rules(given, GridDefaults(14, TOKEN_ID, SIZES)), video=video)
 
 
 def qwen3(given: FolderFields) -> GridRules:
     video = video_rules(given, qwen_defaults(32), stamps=TimestampStyle.BEFORE, shares_area=True)
-    return structs.replace(grid_rules(given, 16, TOKEN_ID, SIZES), video=video)
+    return structs.replace(grid_rules(given, GridDefaults(16, TOKEN_ID, SIZES)), video=video)
+
+
+class GridDefaults(NamedTuple):
+    """Values for folders that lack them."""
+
+    patch_size: int
+    token_id: int
+    sizes: dict[str, int]
+    num_frames: int = 2
 
 
 def grid_rules(
     given: FolderFields,
-    patch_size: int,
-    token_id: int,
-    sizes: dict[str, int],
+    defaults: GridDefaults,
     rules: type[GridRules] = GridRules,
-    num_frames: int = 2,
     marks: tuple[int, ...] = (),
 ) -> GridRules:
-    """`patch_size`, `token_id` and `sizes`: defaults for folders without them. Raises ModelError."""
+    """Raises ModelError."""
     sides = {
-        "patch_size": ("patch_size", given.count("patch_size", patch_size, of_tower=True)),
+        "patch_size": ("patch_size", given.count("patch_size", defaults.patch_size, of_tower=True)),
         "merge_size": ("spatial_merge_size", given.count("spatial_merge_size", 2, of_tower=True)),
     }
     for name, (of_tower, value) in sides.items():
@@ -171,12 +180,12 @@ def grid_rules(
             found = given.preprocessor[name]
             raise ModelError(f"{given.file}: {name} {found}: {CONFIG} has {of_tower} {value}")
     return rules(
-        token_id=given.token_id("image_token_id", default=token_id),
+        token_id=given.token_id("image_token_id", default=defaults.token_id),
         patch_size=sides["patch_size"][1],
         merge_size=sides["merge_size"][1],
-        min_pixels=area(given, "shortest_edge", sizes),
-        max_pixels=area(given, "longest_edge", sizes),
-        num_frames=given.count("temporal_patch_size", num_frames, of_tower=True),
+        min_pixels=area(given, "shortest_edge", defaults.sizes),
+        max_pixels=area(given, "longest_edge", defaults.sizes),
+        num_frames=given.count("temporal_patch_size", defaults.num_frames, of_tower=True),
         marks=marks,
     )
 

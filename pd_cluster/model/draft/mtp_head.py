@@ -42,7 +42,7 @@ from pd_cluster.model.layers.fused_layer import FusedLayer, HeadsAttention, Late
 from pd_cluster.model.layers.linear_weight import PLAIN
 from pd_cluster.model.layers.ops import Norm, Ops
 from pd_cluster.model.layers.packed_linear import Linear
-from pd_cluster.model.loading.model_loader import load_model
+from pd_cluster.model.loading.model_loader import LoadChoices, load_model
 from pd_cluster.model.loading.quantized_files import read_quantized
 from pd_cluster.model.loading.transformers_modules import config_of
 from pd_cluster.model.parallel.rank_tensors import WHOLE_PART
@@ -141,14 +141,10 @@ def _load_layer(plan: LoadPlan) -> FusedCausalLM:
     """Loads the decoder layer as a separate model, with a few rows of the embedding as embedding and output layer."""
     checkpoint, config = plan.checkpoint, plan.config
     try:
-        one = load_model(
-            _as_model(checkpoint),
-            plan.dtype,
-            plan.device,
-            attention_backend=config.attention_backend,
-            block_size=plan.block_size,
-            kv_cache_dtype=config.kv_cache_dtype,
+        choices = LoadChoices(
+            config.attention_backend, block_size=plan.block_size, kv_cache_dtype=config.kv_cache_dtype
         )
+        one = load_model(_as_model(checkpoint), plan.dtype, plan.device, choices=choices)
     except ModelError as error:
         raise ModelError(
             f"{error} (layer 0 in this message is layer {checkpoint.config['num_hidden_layers']} of the checkpoint)"

@@ -41,6 +41,17 @@ class Attention:
     speedups: tuple[str, ...] = ()  # see cuda_speedups.py
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Settings on which the choice of an attention depends. `dtype`: the model's, if it differs from the pool's."""
+
+    max_num_seqs: int = 1
+    is_deterministic: bool = False
+    npu_head_dims: str = "strict"
+    dtype: str = ""
+
+
+NO_OPTIONS = AttentionOptions()
 SDPA = Attention("SDPA")
 BACKEND = called("attention_backend")
 DETERMINISTIC = called("deterministic")
@@ -92,19 +103,14 @@ def choose_attention(
     layout: KVLayout,
     device: Device,
     has_sinks: bool = False,
-    max_num_seqs: int = 1,
-    is_deterministic: bool = False,
-    npu_head_dims: str = "strict",
-    dtype: str = "",
+    options: AttentionOptions = NO_OPTIONS,
 ) -> Attention:
     """Chooses the attention for this rank's pool and transformers config. Raises ConfigError if the backend does not
     support them.
-
-    `dtype`: the model's, if it differs from the pool's.
     """
-    dtype = dtype or layout.dtype
+    dtype, is_deterministic = options.dtype or layout.dtype, options.is_deterministic
     if device.is_accelerator and layout.has_index:
-        return _sparse(wanted, config, layout, device, max_num_seqs, is_deterministic)
+        return _sparse(wanted, config, layout, device, options)
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
     if layout.has_latents and wanted == "flashinfer":
@@ -117,9 +123,9 @@ def choose_attention(
             f"{setting}: NPU operators read {dtype} here; remove the setting, or use {BACKEND} sdpa, which is slow"
         )
     if layout.has_latents and not device.traits.runs_triton:
-        return _npu_latents(wanted, config, layout, device, max_num_seqs)
+        return _npu_latents(wanted, config, layout, device, options.max_num_seqs)
     if not device.traits.runs_triton:
-        return _npu(config, layout, device, has_sinks, max_num_seqs, is_wide=npu_head_dims == "wide")
+        return _npu(config, layout, device, has_sinks, options.max_num_seqs, is_wide=options.npu_head_dims == "wide")
     if wanted == "flashinfer":
         if layout.dtype != dtype:
             raise ConfigError(f"{called('kv_cache_dtype')} {layout.dtype}: not with {BACKEND} flashinfer; use auto")
@@ -143,9 +149,7 @@ def latents_by_modules(wanted: str, is_deterministic: bool, device: Device) -> A
     return _by_modules(wanted, is_deterministic, "latent attention (MLA) of this architecture runs")
 
 
-def _sparse(
-    wanted: str, config: Any, layout: KVLayout, device: Device, max_num_seqs: int, is_deterministic: bool
-) -> Attention:
+def _sparse(wanted: str, config: Any, layout: KVLayout, device: Device, options: AttentionOptions) -> Attention:
     """Returns the attention to chosen keys, by Triton or by torch-npu's operators.
 
     Raises ConfigError if that backend does not support the model; no other replaces it.
@@ -157,7 +161,7 @@ def _sparse(
         from pd_cluster.model.kernels.npu import npu_sparse
 
         why = npu_sparse.problem(
-            layout, config.num_attention_heads, config.index_n_heads, config.index_topk, max_num_seqs
+            layout, config.num_attention_heads, config.index_n_heads, config.index_topk, options.max_num_seqs
         )
         if why:
             raise ConfigError(f"{setting}: this model's sparse attention: {why}; use cpu")
@@ -169,7 +173,7 @@ def _sparse(
         why = problem(layout, config.index_n_heads)
     if why:
         raise ConfigError(f"{setting}: this model's sparse attention: {why}; use cpu")
-    return triton_attention(is_deterministic)
+    return triton_attention(options.is_deterministic)
 
 
 def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:

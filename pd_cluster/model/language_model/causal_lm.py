@@ -30,7 +30,8 @@ from pd_cluster.model.layers.rope.rope_tables import MODELS_ORDER
 from pd_cluster.model.layers.states.module_states import drive
 from pd_cluster.model.lora.loaded_adapters import Adapters
 from pd_cluster.model.parallel.expert_modules import ParallelExperts
-from pd_cluster.model.parallel.rank_group import Group, SingleRank
+from pd_cluster.model.parallel.parallel_layers import RankShare
+from pd_cluster.model.parallel.rank_group import SingleRank
 from pd_cluster.model.vision.vision_experts import ModalityExperts
 
 WITHOUT_BATCH_ARGUMENT = ("StableLmAttention", "NemotronAttention")  # their layers do not pass on the batch
@@ -77,13 +78,12 @@ class PlainCausalLM:
         self,
         model: Any,
         caches: tuple[LayerCache, ...] = (),
-        vocab_size: int = 0,
-        group: Group | None = None,
+        share: RankShare | None = None,
         attention: Attention = SDPA,
         logn: LogN | None = None,
         rope_limit: RopeLimit | None = None,
     ) -> None:
-        """`caches`: the layers' caches, if known. `vocab_size`: the whole model's, if this is one rank's share.
+        """`caches`: the layers' caches, if known. `share`: set if this is one rank's share of the model.
 
         `rope_limit` None: requests cannot have rotary positions of their own.
         """
@@ -101,8 +101,8 @@ class PlainCausalLM:
         self._reads = {layer: each.reads for layer, each in enumerate(self.caches) if each.reads is not None}
         self._states = drive(model) if has_states(self.caches) else []
         self.model = model
-        self._vocab_size = vocab_size or model.config.vocab_size
-        self._group = group or SingleRank()
+        self._vocab_size = model.config.vocab_size if share is None else share.plan.vocab_size
+        self._group = SingleRank() if share is None else share.group
         self._batch: ForwardBatch | None = None
         self._logn = logn
         self.rope_limit = rope_limit or NO_POSITIONS

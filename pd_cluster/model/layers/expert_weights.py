@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -148,8 +148,8 @@ class ExpertLayers:
         one_by_one = self.watch is not None and self.watch.begin_block(len(x))
         if self._at_once is not None and not one_by_one:
             return self._at_once(x, chosen, weights)
-        layers = self.gate_ups.__getitem__, self.downs.__getitem__
-        return apply_experts(layers, len(self.downs), gate, x, chosen, weights, self.watch, self.rows)
+        experts = EachExpert(self.gate_ups.__getitem__, self.downs.__getitem__, len(self.downs), gate)
+        return apply_experts(experts, x, chosen, weights, self.watch, self.rows)
 
 
 class UnpackedExperts(torch.nn.Module):
@@ -181,7 +181,8 @@ class UnpackedExperts(torch.nn.Module):
             layer = held.down.expert(index).linear()
             return layer if held.rows is None else held.rows.after(layer)
 
-        return apply_experts((gate_up, down), len(held.down), self.gate, x, chosen, weights, rows=held.rows)
+        experts = EachExpert(gate_up, down, len(held.down), self.gate)
+        return apply_experts(experts, x, chosen, weights, rows=held.rows)
 
 
 def are_experts(module: Any) -> bool:
@@ -214,10 +215,17 @@ def experts_of(module: Any) -> ExpertWeights:
     return ExpertWeights(found[0], found[1])
 
 
+class EachExpert(NamedTuple):
+    """An expert's two products by its index, and the gate between them."""
+
+    gate_up: Callable[[int], Linear]
+    down: Callable[[int], Linear]
+    num_experts: int
+    gate: Callable[[torch.Tensor], torch.Tensor]
+
+
 def apply_experts(
-    layers: tuple[Callable[[int], Linear], Callable[[int], Linear]],
-    num_experts: int,
-    gate: Callable[[torch.Tensor], torch.Tensor],
+    experts: EachExpert,
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
@@ -226,11 +234,11 @@ def apply_experts(
 ) -> torch.Tensor:
     """Passes each row through the experts that its router chose, in order of the experts' indexes.
 
-    Takes x [num_rows, hidden_size]; chosen, weights [num_rows, top_k]. Ignores indexes past the last expert. `layers`
-    return an expert's two products; `watch` receives each expert's rows. `rows`: the second product takes whole rows.
+    Takes x [num_rows, hidden_size]; chosen, weights [num_rows, top_k]. Ignores indexes past the last expert.
+    `watch` receives each expert's rows. `rows`: the second product takes whole rows.
     The ranks, which all have the same `chosen`, then join the rows of many experts at once.
     """
-    gate_up, down = layers
+    gate_up, down, num_experts, gate = experts
     result = torch.zeros_like(x)
     waiting: list[_PendingExpert] = []
     for index in torch.unique(chosen).tolist():

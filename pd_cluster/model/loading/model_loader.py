@@ -29,6 +29,7 @@ from pd_cluster.model.kernels.attention_backend import (
     DEFAULT_BLOCK_SIZE,
     SDPA,
     Attention,
+    AttentionOptions,
     choose_attention,
     latents_by_modules,
 )
@@ -135,11 +136,17 @@ def has_fused_layers(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadChoices:
-    """The kernels that are used only on request, and this rank's share of the experts.
+    """The settings with which a model is loaded, and this rank's share of the experts.
 
+    `is_deterministic`: on an accelerator, accepts only models that compute each row in the same way in every batch.
     `speedups`: see model/kernels/cuda_speedups.py.
     """
 
+    attention_backend: str = "auto"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    max_num_seqs: int = 1
+    is_deterministic: bool = False
+    kv_cache_dtype: str = "auto"
     npu_head_dims: str = "strict"
     speedups: Sequence[str] = ()
     experts: ExpertShare | None = None
@@ -153,17 +160,11 @@ def load_model(
     dtype: str,
     device: Device,
     group: Group | None = None,
-    attention_backend: str = "auto",
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    max_num_seqs: int = 1,
-    is_deterministic: bool = False,
-    kv_cache_dtype: str = "auto",
     choices: LoadChoices = USUAL,
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError if the weights do not fit the architecture.
 
-    The checks here use pools of the model's own dtype. `is_deterministic`: on an accelerator, accepts only models that
-    compute each row in the same way in every batch. Raises ConfigError.
+    The checks here use pools of the model's own dtype. Raises ConfigError.
     """
     _check_device(checkpoint, device)
     share = _share_of(checkpoint, group, choices.experts is not None)
@@ -173,21 +174,19 @@ def load_model(
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     with refusal(model):
         caches = caches_of(model)
-    layout = least_layouts(caches, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))[0]
+    layout = least_layouts(caches, choices.block_size, resolve_kv_cache_dtype(choices.kv_cache_dtype, dtype))[0]
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
-    if is_deterministic and device.is_accelerator:
+    if choices.is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
-    _check_backend(checkpoint, attention_backend)
+    wanted, is_deterministic = choices.attention_backend, choices.is_deterministic
+    _check_backend(checkpoint, wanted)
     if layout.has_latents and not can_fuse(model):
-        attention = latents_by_modules(attention_backend, is_deterministic, device)
+        attention = latents_by_modules(wanted, is_deterministic, device)
     else:
-        attention = choose_attention(
-            *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
-            *(choices.npu_head_dims, dtype),
-        )
+        options = AttentionOptions(choices.max_num_seqs, is_deterministic, choices.npu_head_dims, dtype)
+        attention = choose_attention(wanted, model.config, layout, device, has_sinks, options)
     attention = sped_up(attention, choices.speedups)
-    vocab_size, own_group = (0, None) if share is None else (share.plan.vocab_size, share.group)
-    plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
+    plain = PlainCausalLM(model, caches, share, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
     takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # layer_group_limits.py refuses both together
@@ -199,7 +198,7 @@ def load_model(
         num_packed = prove_packing(plain, device, dtype) if is_unproven else pack_modules(model, by)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         if adapters is not None:
-            _adapt(plain, model, adapters, vocab_size, own, device)
+            _adapt(plain, model, adapters, 0 if share is None else share.plan.vocab_size, own, device)
         return plain
     check = _check_of(plain, own, device, checkpoint)
     values = {module.values.shape[2] for module in model.modules() if isinstance(module, UpProjection)}

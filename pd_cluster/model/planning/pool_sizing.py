@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import NamedTuple
 
 from pd_cluster import host
 from pd_cluster.devices.device import Device, memory, reserved_nbytes
@@ -39,22 +40,32 @@ def default_step_tokens(device: Device) -> int:
     return LARGE_STEP_TOKENS if is_large else STEP_TOKENS
 
 
+class MemoryBeside(NamedTuple):
+    """Memory that is not the pool's.
+
+    `peak_nbytes`: weights and the largest step, on an accelerator. `twin_nbytes`: a block's twin for the draft model.
+    """
+
+    peak_nbytes: int = 0
+    twin_nbytes: int = 0
+
+
+NOTHING_BESIDE = MemoryBeside()
+
+
 def num_pool_blocks(
     config: EngineConfig,
     layout: KVLayout,
     max_model_len: int,
     device: Device,
-    peak_nbytes: int = 0,
-    twin_nbytes: int = 0,
+    beside: MemoryBeside = NOTHING_BESIDE,
     free: host.HostMemory | None = None,
 ) -> int:
     """Returns the number of blocks in the pool. Raises ConfigError if max_model_len does not fit.
 
-    `peak_nbytes`: the memory that weights and the largest step take on an accelerator. `twin_nbytes`: the size of a
-    block's twin for the draft model, in the same memory. `free`: the host's free memory with weights loaded; None:
-    measured now, because they are loaded.
+    `free`: the host's free memory with weights loaded; None: measured now, because they are loaded.
     """
-    block_nbytes = layout.block_nbytes + twin_nbytes
+    block_nbytes = layout.block_nbytes + beside.twin_nbytes
     per_request = layout.num_blocks_for(max_model_len)
     free = None if device.is_accelerator else free or host.memory()
     if config.num_blocks is not None:
@@ -63,7 +74,7 @@ def num_pool_blocks(
         num_blocks = int(config.kv_cache_memory_gib * GIB) // block_nbytes
         flag = f"{called('kv_cache_memory')} {config.kv_cache_memory_gib:g}"
     elif free is None:
-        left_nbytes, flag = left_on(device, config, peak_nbytes)
+        left_nbytes, flag = left_on(device, config, beside.peak_nbytes)
         num_blocks = left_nbytes // block_nbytes
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization

@@ -33,7 +33,13 @@ from pd_cluster.model.parallel.rank_group import Group, SingleRank
 from pd_cluster.model.planning.group_pool_sizing import GroupNeeds, GroupSizes, group_sizes
 from pd_cluster.model.planning.layer_group_limits import check_states, splits_windows
 from pd_cluster.model.planning.load_plan import LoadPlan
-from pd_cluster.model.planning.pool_sizing import left_on, num_host_cache_blocks, num_pool_blocks, num_swap_blocks
+from pd_cluster.model.planning.pool_sizing import (
+    MemoryBeside,
+    left_on,
+    num_host_cache_blocks,
+    num_pool_blocks,
+    num_swap_blocks,
+)
 from pd_cluster.model.planning.pools_before_loading import check_before_loading, pool_layouts
 from pd_cluster.model.runner.loaded_parts import LoadedParts, load_parts
 from pd_cluster.model.runner.memory_profile import (
@@ -140,7 +146,9 @@ def _allocate(
         return _allocate_groups(plan, layouts, peak_nbytes, undo)
     (layout,) = layouts
     twin_nbytes = 0 if twin is None else twin.block_nbytes
-    num_blocks = least(num_pool_blocks(config, layout, plan.max_model_len, plan.device, peak_nbytes, twin_nbytes))
+    num_blocks = least(
+        num_pool_blocks(config, layout, plan.max_model_len, plan.device, MemoryBeside(peak_nbytes, twin_nbytes))
+    )
     log.info("KV pool: %s", GroupSizes((num_blocks,), (), config.max_num_seqs).describe(layouts))
     pool = undo.enter_context(KVPool(layout, num_blocks, plan.device))
     num_kept = least(num_host_cache_blocks(config, layout))

@@ -55,12 +55,16 @@ def _model_of(plan: LoadPlan) -> CausalLM:
         plan.dtype,
         plan.device,
         plan.group,
-        config.attention_backend,
-        plan.block_size,
-        config.max_num_seqs,
-        config.deterministic,
-        config.kv_cache_dtype,
-        LoadChoices(config.npu_head_dims, plan.speedups, plan.experts),
+        LoadChoices(
+            config.attention_backend,
+            plan.block_size,
+            config.max_num_seqs,
+            config.deterministic,
+            config.kv_cache_dtype,
+            config.npu_head_dims,
+            plan.speedups,
+            plan.experts,
+        ),
     )
 
 

@@ -63,14 +63,14 @@ def choose(
     adjusted = [i for i, r in enumerate(requests) if adjusts(r.sampling, positions[i])]
     apart = frozenset(adjusted)
     as_they_are = [i for i in range(len(requests)) if i not in apart] if apart else range(len(requests))
-    token_ids = _drawn(logits, token_ids, best, requests, positions, as_they_are, device)
+    token_ids = _drawn(logits, (token_ids, best), requests, positions, as_they_are, device)
     for is_unknown in (False, True):
         alike = [i for i in adjusted if unknown[i] == is_unknown]
         for at in few_at_once(alike, logits.shape[1]):
             own = [requests[i] for i in at]
             there = on_device(_changes(own, at, is_unknown, logits.shape[1], eos_token_ids), device)
             table, chosen, best = _adjusted(logits, token_ids, last_ids if is_unknown else None, there)
-            chosen = _drawn(table, chosen, best, own, [positions[i] for i in at], range(len(own)), device)
+            chosen = _drawn(table, (chosen, best), own, [positions[i] for i in at], range(len(own)), device)
             token_ids = token_ids.index_copy(0, there["at"], chosen)
     return token_ids
 
@@ -155,17 +155,17 @@ def _at(table: Tensor, token_ids: Tensor) -> Tensor:
 
 def _drawn(
     logits: Tensor,
-    token_ids: Tensor,
-    best: Tensor,
+    likely: tuple[Tensor, Tensor],
     requests: Sequence[Request],
     positions: Sequence[int],
     among: Collection[int],
     device: Device,
 ) -> Tensor:
-    """Returns `token_ids`, the most likely tokens, but drawn tokens for the rows in `among` that are not greedy.
+    """Returns the most likely tokens, but drawn tokens for the rows in `among` that are not greedy.
 
-    `positions` [num_rows]: the positions of the tokens in the outputs.
+    `likely`: each row's most likely token, and its logit. `positions` [num_rows]: the tokens' positions in the outputs.
     """
+    token_ids, best = likely
     drawn = [i for i in among if not requests[i].sampling.greedy]
     plain = [i for i in drawn if _is_plain(requests[i])]
     shaped = [i for i in drawn if not _is_plain(requests[i])]

@@ -22,7 +22,7 @@ from pd_cluster.model.parallel.rank_group import Group
 from pd_cluster.model.parallel.weight_slices import read_named
 from pd_cluster.model.vision.multimodal_config import whole_config
 from pd_cluster.model.vision.vision_classes import CLASSES, class_of
-from pd_cluster.model.vision.vision_tower import Tower
+from pd_cluster.model.vision.vision_tower import FeatureForm, Tower
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_k
     module.requires_grad_(False)
     module = module.eval().to(device.torch_name)
     log.info("images: %s in float32, %d weights", type(module).__name__, sum(p.numel() for p in module.parameters()))
-    widths = 1 + num_deep, int(checkpoint.config["hidden_size"])
-    return Tower(module, part, device, dtype, num_kept_tokens, widths, group)
+    features = FeatureForm(dtype, 1 + num_deep, int(checkpoint.config["hidden_size"]))
+    return Tower(module, part, device, features, num_kept_tokens, group)
 
 
 def _tower(checkpoint: Checkpoint, part: VisionPart, config: Any) -> Any:

@@ -11,7 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,14 @@ from pd_cluster.model.vision.vision_classes import CLASSES
 from pd_cluster.types import Image
 
 
+class FeatureForm(NamedTuple):
+    """The form of a picture's features. `dtype`: also of the activations. `num_layers`: 1 + num_deep."""
+
+    dtype: torch.dtype
+    num_layers: int
+    hidden_size: int
+
+
 class Tower:
     """Computes pictures, and caches the features of up to `num_kept_tokens` tokens. Drops the least recently used
     first.
@@ -42,22 +50,20 @@ class Tower:
         module: Any,
         part: VisionPart,
         device: Device,
-        dtype: torch.dtype,
+        features: FeatureForm,
         num_kept_tokens: int,
-        widths: tuple[int, int],
         group: Group,
     ) -> None:
-        """`dtype`: of the cached features and of the activations. `widths`: 1 + num_deep, and hidden_size."""
         self.rules: ImageRules = part.rules
         self.encoded = EncoderTotals()
         self.num_encoded = 0  # images that this rank has computed
-        self._module, self._part, self._device, self._dtype = module, part, device, dtype
+        self._module, self._part, self._device, self._dtype = module, part, device, features.dtype
         self._pixels = Pixels(part)
         self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # by ImagePart.key, see `encode`
         self.num_kept_tokens = num_kept_tokens
-        # On rank 0's host: features from an encoder that no step has used yet, see engine/encode/encoder_stage.py.
+        # On rank 0's host: features from an encoder that no step has used yet, see extras/encoders.
         self.landed: dict[bytes, torch.Tensor] = {}
-        self._widths, self.group = widths, group
+        self._widths, self.group = (features.num_layers, features.hidden_size), group
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,7 +13,13 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.linear_weight import Tensors, WeightForm, WeightPart
 from pd_cluster.model.layers.packed_linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.weights.int8_linear import Int8GroupLinear, Int8Linear
-from pd_cluster.native.packed_products import fp8_weight_only_linear, int4_linear, int8_linear, int8_weight_only_linear
+from pd_cluster.native.packed_products import (
+    CodeGrid,
+    fp8_weight_only_linear,
+    int4_linear,
+    int8_linear,
+    int8_weight_only_linear,
+)
 
 LEAST_IN_GROUP = 16  # inputs; codes in smaller groups are dequantized before products
 
@@ -88,8 +94,8 @@ class CodedWeight:
         zeros = self.zeros if self.zeros.any() else None
         least, most = (int(each) for each in self.codes.aminmax())
         if (least >= -8 and most <= 7) or (zeros is not None and least >= 0 and most <= 15):
-            return int4_linear(self.codes, self.scales, zeros, self.bias, activations=activations)
-        return int8_weight_only_linear(self.codes, self.scales, zeros, self.bias, activations=activations)
+            return int4_linear(self.codes, CodeGrid(self.scales, zeros), self.bias, activations=activations)
+        return int8_weight_only_linear(self.codes, CodeGrid(self.scales, zeros), self.bias, activations=activations)
 
     def reference(self) -> Linear:
         return PlainLinear(self.matrix(), self.bias)
@@ -211,7 +217,7 @@ class W4A8Weight:
     def linear(self) -> Linear:
         found = None
         if self.dtype in (torch.float32, torch.bfloat16):
-            found = int4_linear(self.codes, self.scales, None, self.bias, activations="int8")
+            found = int4_linear(self.codes, CodeGrid(self.scales), self.bias, activations="int8")
         return found or self.reference()
 
     def reference(self) -> Linear:

@@ -6,12 +6,11 @@ Unused tokens are given back, however the request ends. Knows nothing of keys, o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
-from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
 from pd_cluster.cluster.tenancy.tenant_counts import Limit, Outcome, TenantCounts
 from pd_cluster.cluster.tenancy.token_buckets import Bucket, KeyBuckets
-from pd_cluster.errors import RateLimited, RequestError, Unauthorized, Unavailable
+from pd_cluster.errors import RateLimited, RequestError
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.schema.error_bodies import CLIENT_CLOSED_REQUEST
 from pd_cluster.types import MAX_UNSENT
@@ -19,30 +18,19 @@ from pd_cluster.types import MAX_UNSENT
 REFUSALS = (429, 503)  # refusals that are not the client's fault
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(Protocol):
     """Access to a key's limits. `key_id` is the key's public name."""
 
-    memory: SharedRateLimits
-    slot: int
-    tag: int
-    key_id: str
+    @property
+    def key_id(self) -> str: ...
 
     def take(self, num_requests: int, num_tokens: int) -> tuple[bool, KeyBuckets]:
         """Takes requests and tokens from the limits. Raises Unauthorized when the key is gone, or Unavailable."""
-        found = self.memory.take(self.slot, self.tag, num_requests, num_tokens)
-        if found is None:
-            raise Unauthorized("the API key was removed", code="invalid_api_key")
-        return found
 
     def give_back(self, num_tokens: int) -> KeyBuckets | None:
         """Gives tokens back. Returns the new state, or None if the key is gone or its state is unavailable; then the
         tokens are lost until the limit refills.
         """
-        try:
-            return self.memory.give_back(self.slot, self.tag, num_tokens)
-        except Unavailable:
-            return None
 
 
 class Meter:
@@ -74,7 +62,7 @@ class Meter:
             raise self._refused("requests", self._buckets.requests, self._buckets.wait_ns(1, 0), "")
 
     def reserve(self, generations: Sequence[Generation]) -> None:
-        """Reserves all generations' maximum tokens. Raises RateLimited, RequestError, Unauthorized, Unavailable."""
+        """Reserves all generations' maximum tokens. Raises RateLimited, RequestError."""
         self._generations += generations
         if self._account is None:
             return

@@ -11,18 +11,13 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from pd_cluster.checkpoints.pooling_config import POOLING_FILE
-from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
 from pd_cluster.service.callers.caller import Caller
-from pd_cluster.service.generation.generation_watch import GenerationWatch
 from pd_cluster.service.generation.prompt_generation import Generation
-from pd_cluster.service.pooling.embedder import Embedder, EmbedderRules, EmbeddingInput
+from pd_cluster.service.pooling.embedder import Embedder, EmbeddingInput
 from pd_cluster.service.pooling.pooled_prompts import numbers_of
 from pd_cluster.service.pooling.reranking import Reranker, ScoreInput
-from pd_cluster.service.preprocessing.request_preprocessor import RequestPreprocessor
-from pd_cluster.service.prompts.guarded_prompt import ControlTokenGuard
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
-from pd_cluster.settings.request_settings import PoolerConfig
 from pd_cluster.types import PooledOutput
 
 NAMES = ("query", "documents")  # a pair's texts, in errors
@@ -106,17 +101,3 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
 def _texts(ask: ScoreInput) -> list[str]:
     """Returns each text of the pairs once, in order."""
     return list(dict.fromkeys(text for pair in ask.pairs for text in pair))
-
-
-def scorer_of(
-    router: Router,
-    intake: RequestPreprocessor,
-    guard: ControlTokenGuard | None,
-    folder: Path,
-    log: GenerationWatch | None,
-    settings: PoolerConfig,
-) -> Scorer:
-    """Makes a process's scorer and embedder. `folder`: the checkpoint's."""
-    encoder, has_priorities = intake.encoder, intake.has_priorities
-    rules = EmbedderRules(intake.limits.vocab_size, folder, has_priorities, settings)
-    return Scorer(Embedder(router, encoder, rules, log), Reranker(encoder, guard, has_priorities), encoder, folder)

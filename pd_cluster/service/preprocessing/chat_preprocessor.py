@@ -75,8 +75,9 @@ class ChatPreprocessor:
 
         `allows_control_tokens` None: the service's setting. In-process callers pass `pictures` and `variant`.
         """
-        may_be_cut = request.truncate_prompt_tokens is not None
-        plan = await self._planned(request, answer, may_be_cut, caller, allows_control_tokens, pictures, variant)
+        asked, may_be_cut = tools_of(request, bool(self._form.tool_parser)), request.truncate_prompt_tokens is not None
+        shown = await self.prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
+        plan = await self._planned(request, answer, asked, shown, caller, variant)
         generation = self.intake.generation(request, plan.shown, None, "messages", plan.shared)
         if plan.reads:
             form, (tools, choice, most_calls, _) = self._form, plan.asked
@@ -94,7 +95,8 @@ class ChatPreprocessor:
 
         Raises RequestError for everything else that `generation` refuses.
         """
-        plan = await self._planned(request, answer, True, caller)
+        asked = tools_of(request, bool(self._form.tool_parser))
+        plan = await self._planned(request, answer, asked, await self.prompt(request, True, caller), caller)
         number = len(plan.shown.prompt.token_ids)
         self.intake.check(request, number, "messages", plan.shared)
         return number
@@ -103,20 +105,15 @@ class ChatPreprocessor:
         self,
         request: ChatCompletionRequest,
         answer: Asked | None,
-        may_be_cut: bool,
+        asked: RequestedTools,
+        shown: PromptWithMedia,
         caller: Caller,
-        allows_control_tokens: bool | None = None,
-        pictures: Sequence[Any] = (),
         variant: str | None = None,
     ) -> _Plan:
-        """Returns the parts of a chat's generation. `may_be_cut`: the prompt may be longer than the context. Raises
-        RequestError.
-        """
+        """Returns the parts of a chat's generation. Raises RequestError."""
         form = self._form
-        asked = tools_of(request, bool(form.tool_parser))
         if asked.choice in ("required", "named") and answer is not None and answer.field == "response_format":
             answer = None if (request.response_format or {}).get("type") in OF_TEXT else answer
-        shown = await self.prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
         end = await self._end_of(request, shown.prompt.token_ids)
         answered = answer.guide if answer else None
         guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answered, asked.are_some)

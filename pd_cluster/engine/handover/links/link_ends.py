@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.links.network_policy import NetworkPolicy
@@ -71,13 +71,19 @@ class ReceiveEnd(Protocol):
     def close(self) -> None: ...
 
 
+class LinkName(NamedTuple):
+    """A link to a peer (name@epoch). `conn`: its connection. `link_id`: the sender's random name for the link."""
+
+    conn: str
+    link_id: str
+    peer: str
+
+
 class LaneEnds(Protocol):
     """Creates the ends of lanes on this instance's ranks: `LocalLanes`, or engine/ranks/remote_lanes.py."""
 
-    def send_end(
-        self, conn: str, link_id: str, peer: str, index: int, lane: Lane, report: Report, note: Note
-    ) -> SendEnd:
-        """Creates the end of lane `index` of a link to `peer`. Raises LinkError."""
+    def send_end(self, link: LinkName, index: int, lane: Lane, report: Report, note: Note) -> SendEnd:
+        """Creates the end of lane `index` of a link. Raises LinkError."""
 
     def receive_end(
         self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
@@ -118,11 +124,9 @@ class LocalLanes:
         self._threads = threads
         self._send = send
 
-    def send_end(
-        self, conn: str, link_id: str, peer: str, index: int, lane: Lane, report: Report, note: Note
-    ) -> SendThread:
-        key = self._endpoint.key(link_id, self._endpoint.own, peer, index)
-        return self._threads.send_thread(conn, key, partial(self._send, conn), report, note, lane.group)
+    def send_end(self, link: LinkName, index: int, lane: Lane, report: Report, note: Note) -> SendThread:
+        key = self._endpoint.key(link.link_id, self._endpoint.own, link.peer, index)
+        return self._threads.send_thread(link.conn, key, partial(self._send, link.conn), report, note, lane.group)
 
     def receive_end(
         self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.links.link_ends import LinkName
 from pd_cluster.engine.handover.links.link_limits import OutLinkLimit
 from pd_cluster.engine.handover.links.out_link import FIRST_BACKOFF_S, OutLane, OutLink, check_rank, lane_of
 from pd_cluster.engine.handover.links.out_link_table import OutLinkTable
@@ -216,10 +217,10 @@ class OutLinks:
         # Keep the reason why the previous attempt ended: it is shown until this attempt ends.
         link.state = LinkState("opening", reason=link.state.reason)
         self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)
-        peer = peer_key(info.name, info.epoch)
+        name = LinkName(conn, link.link_id, peer_key(info.name, info.epoch))
         try:
             for index, lane in enumerate(lanes_of(layouts, theirs)):
-                end = context.ends.send_end(conn, link.link_id, peer, index, lane, context.report, context.note)
+                end = context.ends.send_end(name, index, lane, context.report, context.note)
                 link.lanes.append(OutLane(lane, end))
         except LinkError as error:
             (self._retry if error.retry else self._refuse)(link, error.text)

@@ -16,8 +16,8 @@ from pd_cluster.devices.device import Device, compute_capability
 from pd_cluster.kv.kv_layout import CODE_BITS
 from pd_cluster.model.inputs.forward_batch import ForwardBatch, on_device
 from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs
-from pd_cluster.model.kernels.cuda.attention.attention_plan import AttentionPlan, plan_tiles
-from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, attend
+from pd_cluster.model.kernels.cuda.attention.attention_plan import plan_tiles
+from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, PagedKV, attend
 from pd_cluster.model.kernels.cuda.attention.triton_planner import AttentionShape
 from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
 from pd_cluster.model.kernels.cuda.linear.quantized_linear import linear_of
@@ -68,8 +68,7 @@ def attend_rows(
         has_codes = batch.pool.layout.dtype in CODE_BITS
         configs = configs_of(shape, query.element_size() * 8, batch.pool.device, has_codes)
         known[key] = _plan(batch, configs, shape.group)
-    plan, metadata = known[key]
-    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
+    return attend(query, PagedKV(key_pool, value_pool, batch.pool.layout.dtype), known[key], scoring, pdl=pdl)
 
 
 @functools.cache
@@ -77,7 +76,7 @@ def configs_of(shape: AttentionShape, dtype_bits: int, device: Device, has_codes
     return replace(shape.configs(dtype_bits, compute_capability(device), has_codes), is_uniform=True)
 
 
-def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[AttentionPlan, BatchMetadata]:
+def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> BatchMetadata:
     """Plans all sequences as tiles. If each has one query, the tiles are made on the device, because a graph may be
     being captured.
     """
@@ -87,16 +86,14 @@ def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[A
         there = torch.stack((seqs, torch.zeros_like(seqs)), dim=1)
     else:
         there = on_device({"tiles": plan.tiles}, batch.pool.device)["tiles"]
-    return (
+    return BatchMetadata(
         plan,
-        BatchMetadata(
-            batch.query_starts,
-            batch.context_lens,
-            batch.block_table,
-            batch.table_starts,
-            batch.table_starts[:0],  # no sequence is planned for the decode kernel
-            there,
-            batch.table_starts[:0],
-            batch.key_limits,
-        ),
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_starts,
+        batch.table_starts[:0],  # no sequence is planned for the decode kernel
+        there,
+        batch.table_starts[:0],
+        batch.key_limits,
     )

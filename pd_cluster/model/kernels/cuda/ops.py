@@ -7,7 +7,6 @@ current stream, and launch sizes depend only on shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import triton
@@ -16,7 +15,8 @@ from pd_cluster.kv.kv_layout import stored_width
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.kernels.cuda import elementwise_kernels as kernels
 from pd_cluster.model.kernels.cuda.attention import listed_keys
-from pd_cluster.model.kernels.cuda.attention.latent_heads import Attend, attend_latents
+from pd_cluster.model.kernels.cuda.attention.latent_heads import Attend, LatentKernels, LatentRows, attend_latents
+from pd_cluster.model.kernels.cuda.attention.paged_attention import PagedKV
 from pd_cluster.model.kernels.cuda.attention.quantized_kv import codes_of
 from pd_cluster.model.kernels.cuda.dependent_launch import launched
 from pd_cluster.model.kernels.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
@@ -111,8 +111,8 @@ class CudaOps:
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         key_pool, value_pool = batch.pool.layer(heads.layer_idx)
-        dtype = batch.pool.layout.dtype
-        query = prepare(heads, qkv, rope, key_pool, value_pool, batch.slot_mapping, self._pdl, dtype)
+        pools = PagedKV(key_pool, value_pool, batch.pool.layout.dtype)
+        query = prepare(heads, qkv, rope, pools, batch.slot_mapping, self._pdl)
         batch.layer_written(heads.layer_idx, heads.sliding_window)
         return self._attend(query, key_pool, value_pool, batch, heads.scoring).reshape(len(qkv), -1)
 
@@ -121,8 +121,9 @@ class CudaOps:
     ) -> torch.Tensor:
         attend = self._attend
         if batch.chosen is not None:
-            attend = partial(listed_keys.attend_listed, may_split=not self.has_one_tile, pdl=self._pdl)
-        return attend_latents(attend, latents, queries, kept, rope, batch, self.has_one_tile, self._pdl)
+            attend = listed_keys.ListedAttention(not self.has_one_tile, self._pdl)
+        by, rows = LatentKernels(attend, self.has_one_tile, self._pdl), LatentRows(queries, kept, rope)
+        return attend_latents(by, latents, rows, batch)
 
     def prepare_index(
         self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
@@ -182,19 +183,16 @@ def prepare(
     heads: Heads,
     qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     rope: Rope,
-    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], strided
-    value_pool: torch.Tensor,
+    pools: PagedKV,
     slot_mapping: torch.Tensor,  # [num_tokens] int64
     pdl: bool = False,
-    pool_dtype: str = "",
 ) -> torch.Tensor:
     """Applies norms and rope to queries and keys, and writes keys and values to their slots, in the pool's dtype.
 
-    `pool_dtype`: the pool's dtype if it is quantized. Returns the queries, [num_tokens, num_heads, head_dim],
-    contiguous; qkv is unchanged.
+    Returns the queries, [num_tokens, num_heads, head_dim], contiguous; qkv is unchanged.
     """
-    num_tokens = len(qkv)
-    _check_heads(heads, qkv, rope, key_pool, value_pool, slot_mapping, stored_width(pool_dtype, heads.head_dim))
+    num_tokens, (key_pool, value_pool, pool_dtype) = len(qkv), pools
+    _check_heads(heads, qkv, rope, pools, slot_mapping)
     query = qkv.new_empty(num_tokens, heads.num_heads, heads.head_dim)
     if not num_tokens:
         return query
@@ -238,12 +236,10 @@ def _check_heads(
     heads: Heads,
     qkv: torch.Tensor,
     rope: Rope,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
+    pools: PagedKV,
     slot_mapping: torch.Tensor,
-    stored_dim: int,
 ) -> None:
-    num_tokens, width = qkv.shape
+    (num_tokens, width), (key_pool, value_pool, pool_dtype) = qkv.shape, pools
     assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     assert heads.head_dim % 2 == 0
     assert qkv.dtype in DTYPES
@@ -257,7 +253,7 @@ def _check_heads(
     for norm in (heads.q_norm, heads.k_norm):
         if norm is not None:
             _check_weight(norm, heads.head_dim, qkv.dtype)
-    assert key_pool.shape[2:] == (heads.num_kv_heads, stored_dim)
+    assert key_pool.shape[2:] == (heads.num_kv_heads, stored_width(pool_dtype, heads.head_dim))
     assert key_pool.stride(3) == 1
     assert value_pool.shape == key_pool.shape
     assert value_pool.stride() == key_pool.stride()

@@ -54,20 +54,31 @@ class AttentionPlan:
         return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_kv_heads
 
 
+@dataclass(frozen=True, slots=True)
+class PlanRules:
+    """The common part of all plans of a model on a device. `group`: query heads per KV head."""
+
+    group: int
+    num_kv_heads: int
+    configs: AttentionConfigs
+    num_sms: int
+    split_keys: int = SPLIT_KEYS
+
+    def num_workers(self, num_seqs: int, max_splits: int) -> int:
+        return workers_for(num_seqs * max_splits, self.num_kv_heads, self.num_sms)
+
+
 def plan_attention(
     query_lens: npt.NDArray[np.integer],  # [num_seqs], each at least 1
     context_lens: npt.NDArray[np.integer],  # [num_seqs]
-    group: int,
-    num_kv_heads: int,
-    configs: AttentionConfigs,
-    num_sms: int,
-    split_keys: int = SPLIT_KEYS,
+    rules: PlanRules,
 ) -> AttentionPlan:
-    """Plans a batch. `group`: query heads per KV head."""
+    """Plans a batch."""
+    configs, split_keys = rules.configs, rules.split_keys
     decode_seqs = np.flatnonzero(query_lens == 1).astype(np.int32)
     max_splits = most_splits(int(context_lens[decode_seqs].max(initial=0)), split_keys)
-    num_workers = workers_for(len(decode_seqs) * max_splits, num_kv_heads, num_sms)
-    tiles = tiles_of(query_lens, context_lens, configs.prefill.rows // group, least=2)
+    num_workers = rules.num_workers(len(decode_seqs), max_splits)
+    tiles = tiles_of(query_lens, context_lens, configs.prefill.rows // rules.group, least=2)
     return AttentionPlan(configs, len(query_lens), max_splits, split_keys, num_workers, decode_seqs, tiles)
 
 
@@ -97,24 +108,16 @@ def plan_decode(
     return AttentionPlan(configs, num_seqs, max_splits, split_keys, num_workers, decode_seqs, no_tiles)
 
 
-def plan_padded(
-    num_tokens: int,
-    num_seqs: int,
-    max_context_len: int,
-    group: int,
-    num_kv_heads: int,
-    configs: AttentionConfigs,
-    num_sms: int,
-    split_keys: int = SPLIT_KEYS,
-) -> AttentionPlan:
+def plan_padded(num_tokens: int, num_seqs: int, max_context_len: int, rules: PlanRules) -> AttentionPlan:
     """Makes a plan for any step of fewer than `num_tokens` tokens, including prompts, in up to `num_seqs` sequences.
 
     An additional sequence has no tokens and no context. All entries of `decode_seqs` and `tiles` refer to it; a graph
     reads the actual entries from its buffers. For padding, decode attention writes its result after the step's tokens.
     """
+    configs, split_keys = rules.configs, rules.split_keys
     max_splits = most_splits(max_context_len, split_keys)
-    num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
-    decode_seqs, tiles = padded_items(NO_SEQS, NO_SEQS, num_tokens, num_seqs, group, configs)
+    num_workers = rules.num_workers(num_seqs, max_splits)
+    decode_seqs, tiles = padded_items(NO_SEQS, NO_SEQS, num_tokens, num_seqs, rules.group, configs)
     return AttentionPlan(configs, num_seqs + 1, max_splits, split_keys, num_workers, decode_seqs, tiles)
 
 

@@ -7,6 +7,7 @@ Checks the kernels' preconditions. No launch waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,22 +29,30 @@ ROWS, COLUMNS, INNER = 64, 64, 64  # a tile of a product; not measured yet
 ROPE_ELEMENTS = 512  # elements of half heads that a program rotates, for two warps
 
 
-def attend_latents(
-    attend: Attend,
-    latents: Latents,
-    queries: torch.Tensor,
-    kept: torch.Tensor,
-    rope: Rope,
-    batch: ForwardBatch,
-    one_tile: bool = False,
-    pdl: bool = False,
-) -> torch.Tensor:
-    """See `LatentOps.attend_latents`. `one_tile`: products use the same tile for every number of rows."""
+class LatentKernels(NamedTuple):
+    """How latents are computed. `one_tile`: products use the same tile for every number of rows."""
+
+    attend: Attend
+    one_tile: bool = False
+    pdl: bool = False
+
+
+class LatentRows(NamedTuple):
+    """A step's rows: see `LatentOps.attend_latents`."""
+
+    queries: torch.Tensor
+    kept: torch.Tensor
+    rope: Rope
+
+
+def attend_latents(by: LatentKernels, latents: Latents, rows: LatentRows, batch: ForwardBatch) -> torch.Tensor:
+    """See `LatentOps.attend_latents`."""
+    queries, (attend, one_tile, pdl) = rows.queries, by
     num_tokens, num_heads = len(queries), latents.num_heads
     latent_pool, rope_pool = batch.pool.layer(latents.layer_idx)
     absorbed = queries.new_empty(num_tokens, num_heads, latents.width + latents.rope_width)
     if num_tokens:
-        _prepare(latents, queries, kept, rope, absorbed, batch, pdl)
+        _prepare(latents, rows, absorbed, batch, pdl)
     apart = queries.view(num_tokens, num_heads, -1)
     _product(apart[..., : latents.query_width], latents.keys, absorbed[..., : latents.width], one_tile, pdl)
     batch.layer_written(latents.layer_idx, None)
@@ -53,17 +62,10 @@ def attend_latents(
     return found.flatten(1)
 
 
-def _prepare(
-    latents: Latents,
-    queries: torch.Tensor,
-    kept: torch.Tensor,
-    rope: Rope,
-    absorbed: torch.Tensor,
-    batch: ForwardBatch,
-    pdl: bool,
-) -> None:
+def _prepare(latents: Latents, rows: LatentRows, absorbed: torch.Tensor, batch: ForwardBatch, pdl: bool) -> None:
+    queries, kept, rope = rows
     dtype, (latent_pool, rope_pool) = batch.pool.layout.dtype, batch.pool.layer(latents.layer_idx)
-    _check(latents, queries, kept, rope, (latent_pool, rope_pool), batch.slot_mapping)
+    _check(latents, rows, (latent_pool, rope_pool), batch.slot_mapping)
     for pool, width in ((latent_pool, latents.width), (rope_pool, latents.rope_width)):
         assert pool.shape[2:] == (1, stored_width(dtype if codes_of(dtype) else "", width))
     half, rope_half = (triton.next_power_of_2(each // 2) for each in (latents.width, latents.rope_width))
@@ -89,14 +91,8 @@ def _prepare(
     )
 
 
-def _check(
-    latents: Latents,
-    queries: torch.Tensor,
-    kept: torch.Tensor,
-    rope: Rope,
-    pools: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-) -> None:
+def _check(latents: Latents, rows: LatentRows, pools: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> None:
+    queries, kept, rope = rows
     num_tokens = len(queries)
     assert queries.dtype in DTYPES
     assert queries.shape == (num_tokens, latents.num_heads * (latents.query_width + latents.rope_width))

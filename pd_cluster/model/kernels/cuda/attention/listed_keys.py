@@ -8,7 +8,7 @@ batch's own shape alone, so graphs can capture all of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from pd_cluster.model.kernels.cuda.attention import index_kernels as kernels
 from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, largest_divisor, padded
 from pd_cluster.model.kernels.cuda.attention.attention_plan import NO_SEQS, SPLIT_KEYS, AttentionPlan, plan_decode
 from pd_cluster.model.kernels.cuda.attention.latent_heads import ROPE_ELEMENTS
-from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, attend
+from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, PagedKV, attend
 from pd_cluster.model.kernels.cuda.attention.triton_planner import AttentionShape, configs_of_shape
 from pd_cluster.model.kernels.cuda.dependent_launch import launched
 from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
@@ -188,31 +188,36 @@ def _score(
     )
 
 
-def attend_listed(
-    query: torch.Tensor,
-    latent_pool: torch.Tensor,
-    rope_pool: torch.Tensor,
-    batch: ForwardBatch,
-    scoring: Scoring,
-    may_split: bool = True,
-    pdl: bool = False,
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class ListedAttention:
     """Attends to the keys in `batch.chosen`; see `attend`. `may_split`: decode steps may use another kernel than
     prompts.
     """
-    assert batch.chosen is not None
-    num_tokens, most = batch.chosen.shape
-    lists = lists_of(batch, most)
-    shape = AttentionShape.of_latents(query.shape[1], batch.pool.layout)
-    by_splits = may_split and num_tokens == batch.num_seqs  # each sequence has one token
-    key = ("plan of lists", most, shape)
-    plan, arrivals, tiles = _kept(batch, key, lambda: _planned(query, batch, shape, most, by_splits))
-    metadata = BatchMetadata(
-        *(lists.starts, lists.nums_listed, batch.chosen.view(-1), lists.table_starts),
-        *(tiles[:0, 0], tiles, arrivals),
-        has_slots=True,
-    )
-    return attend(query, latent_pool, rope_pool, metadata, plan, scoring, pdl=pdl)
+
+    may_split: bool
+    pdl: bool
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        latent_pool: torch.Tensor,
+        rope_pool: torch.Tensor,
+        batch: ForwardBatch,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        assert batch.chosen is not None
+        num_tokens, most = batch.chosen.shape
+        lists = lists_of(batch, most)
+        shape = AttentionShape.of_latents(query.shape[1], batch.pool.layout)
+        by_splits = self.may_split and num_tokens == batch.num_seqs  # each sequence has one token
+        key = ("plan of lists", most, shape)
+        plan, arrivals, tiles = _kept(batch, key, lambda: _planned(query, batch, shape, most, by_splits))
+        metadata = BatchMetadata(
+            *(plan, lists.starts, lists.nums_listed, batch.chosen.view(-1), lists.table_starts),
+            *(tiles[:0, 0], tiles, arrivals),
+            has_slots=True,
+        )
+        return attend(query, PagedKV(latent_pool, rope_pool), metadata, scoring, pdl=self.pdl)
 
 
 def _planned(

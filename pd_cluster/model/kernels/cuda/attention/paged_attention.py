@@ -37,6 +37,7 @@ class BatchMetadata:
     its output is zero. `has_slots`: the table has the slot of each key instead of blocks.
     """
 
+    plan: AttentionPlan
     query_starts: torch.Tensor  # [num_seqs + 1]
     context_lens: torch.Tensor  # [num_seqs]
     block_table: torch.Tensor  # [total number of blocks]
@@ -48,6 +49,27 @@ class BatchMetadata:
     arrivals: torch.Tensor
     key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: up to its own
     has_slots: bool = False
+
+
+class PagedKV(NamedTuple):
+    """A layer's planes of the pool. `dtype`: the pool's dtype if it is quantized.
+
+    For latents, the planes hold the latents and their rotated parts.
+    """
+
+    keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim or stored width of codes]
+    values: torch.Tensor
+    dtype: str = ""
+
+
+class Buffers(NamedTuple):
+    """Memory that a caller provides; None: it is allocated."""
+
+    out: torch.Tensor | None = None  # contiguous, like the query
+    workspace: torch.Tensor | None = None  # float32, at least plan.workspace_numel(num_heads, head_dim)
+
+
+ALLOCATED = Buffers()
 
 
 class _ValueHeads(NamedTuple):
@@ -72,32 +94,29 @@ class _ValueHeads(NamedTuple):
 
 def attend(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]; the last dimension is contiguous
-    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim or stored width of codes]
-    value_pool: torch.Tensor,
+    pools: PagedKV,
     batch: BatchMetadata,
-    plan: AttentionPlan,
     scoring: Scoring,
-    out: torch.Tensor | None = None,  # contiguous, like the query
-    workspace: torch.Tensor | None = None,  # float32, at least plan.workspace_numel(num_heads, head_dim)
-    pool_dtype: str = "",
+    buffers: Buffers = ALLOCATED,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must already be in the pool.
 
-    `pool_dtype`: the pool's dtype if it is quantized. With `plan.configs.latent`, a query has two parts, as wide as a
-    latent and its rotated part. The pools hold these two, and the result is as wide as a latent.
+    With `plan.configs.latent`, a query has two parts, as wide as a latent and its rotated part, and the result is as
+    wide as a latent.
     """
-    shape = _ValueHeads.of(query, key_pool, plan.configs)
+    plan, (out, workspace) = batch.plan, buffers
+    shape = _ValueHeads.of(query, pools.keys, plan.configs)
     if out is None:
         out = torch.empty(*query.shape[:2], shape.head_dim, dtype=query.dtype, device=query.device)
-    _check(query, key_pool, value_pool, out, scoring, pool_dtype, plan.configs.latent)
+    _check(query, pools, out, scoring, plan.configs.latent)
     if len(plan.tiles):
-        _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pool_dtype, pdl)
+        _prefill(query, pools, batch, scoring, out, pdl)
     if len(plan.decode_seqs):
         if workspace is None:
             numel = plan.workspace_numel(query.shape[1], shape.head_dim)
             workspace = torch.empty(numel, dtype=torch.float32, device=query.device)
-        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pool_dtype, pdl)
+        _decode(query, pools, batch, scoring, (out, workspace), pdl)
     return out
 
 
@@ -164,15 +183,8 @@ def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor, latent: Laten
     assert MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE, f"block_size {block_size}"
 
 
-def _check(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    out: torch.Tensor,
-    scoring: Scoring,
-    pool_dtype: str,
-    latent: LatentTile | None,
-) -> None:
+def _check(query: torch.Tensor, pools: PagedKV, out: torch.Tensor, scoring: Scoring, latent: LatentTile | None) -> None:
+    key_pool, value_pool, pool_dtype = pools
     _check_pools(key_pool, value_pool, latent)
     num_heads, num_kv_heads = query.shape[1], key_pool.shape[2]
     if latent is None:
@@ -230,16 +242,9 @@ def _constants(
 
 
 def _prefill(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    batch: BatchMetadata,
-    plan: AttentionPlan,
-    scoring: Scoring,
-    out: torch.Tensor,
-    pool_dtype: str,
-    pdl: bool,
+    query: torch.Tensor, pools: PagedKV, batch: BatchMetadata, scoring: Scoring, out: torch.Tensor, pdl: bool
 ) -> None:
+    plan, (key_pool, value_pool, pool_dtype) = batch.plan, pools
     config, shape = plan.configs.prefill, _ValueHeads.of(query, key_pool, plan.configs)
     num_kv_heads = shape.num_kv_heads
     prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
@@ -272,16 +277,13 @@ def _prefill(
 
 def _decode(
     query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
+    pools: PagedKV,
     batch: BatchMetadata,
-    plan: AttentionPlan,
     scoring: Scoring,
-    out: torch.Tensor,
-    workspace: torch.Tensor,
-    pool_dtype: str,
+    buffers: tuple[torch.Tensor, torch.Tensor],
     pdl: bool,
 ) -> None:
+    plan, (key_pool, value_pool, pool_dtype), (out, workspace) = batch.plan, pools, buffers
     config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
     shape, num_heads = _ValueHeads.of(query, key_pool, plan.configs), query.shape[1]
     num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim

@@ -21,8 +21,8 @@ from pd_cluster.model.kernels.cuda.attention.attention_configs import (
     latent_group,
 )
 from pd_cluster.model.kernels.cuda.attention.attention_plan import (
-    AttentionPlan,
     Ids,
+    PlanRules,
     most_tiles,
     padded_items,
     plan_attention,
@@ -32,12 +32,11 @@ from pd_cluster.model.kernels.cuda.attention.paged_attention import (
     MAX_BLOCK_SIZE,
     MIN_BLOCK_SIZE,
     BatchMetadata,
+    PagedKV,
     attend,
     write_kv,
 )
 from pd_cluster.model.layers.attention.sdpa import Scoring
-
-Planned = tuple[AttentionPlan, BatchMetadata]
 
 
 class AttentionShape(NamedTuple):
@@ -98,8 +97,8 @@ def attend_batch(
     pdl: bool = False,
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same shape; this step's keys and values must be in the pool."""
-    plan, metadata = _planned(batch, query, key_pool)
-    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
+    pools = PagedKV(key_pool, value_pool, batch.pool.layout.dtype)
+    return attend(query, pools, _planned(batch, query, key_pool), scoring, pdl=pdl)
 
 
 def write_and_attend(
@@ -117,31 +116,31 @@ def write_and_attend(
     return attend_batch(query.transpose(0, 1).contiguous(), key_pool, value_pool, batch, scoring)
 
 
-def _planned(batch: ForwardBatch, query: torch.Tensor, key_pool: torch.Tensor) -> Planned:
-    """Returns the batch's plan, which its first layer makes."""
+def _planned(batch: ForwardBatch, query: torch.Tensor, key_pool: torch.Tensor) -> BatchMetadata:
+    """Returns the batch's metadata, which its first layer makes."""
     key = AttentionShape.of_step(query, key_pool, batch.pool.layout)
     known = batch.kernel_state
     if not isinstance(known, dict):
         known = batch.kernel_state = {}
     if key not in known:
         known[key] = _plan(batch, query.element_size() * 8, key)
-    found: Planned = known[key]
+    found: BatchMetadata = known[key]
     return found
 
 
-def _plan(batch: ForwardBatch, dtype_bits: int, shape: AttentionShape) -> Planned:
+def _plan(batch: ForwardBatch, dtype_bits: int, shape: AttentionShape) -> BatchMetadata:
     device, num_kv_heads = batch.pool.device, shape.num_kv_heads
     configs = configs_of_shape(shape, dtype_bits, device, batch.pool.layout.dtype in CODE_BITS)
-    plan = plan_attention(
-        batch.query_lens, batch.host_context_lens, shape.group, num_kv_heads, configs, num_multiprocessors(device)
-    )
+    rules = PlanRules(shape.group, num_kv_heads, configs, num_multiprocessors(device))
+    plan = plan_attention(batch.query_lens, batch.host_context_lens, rules)
     there = {"decode_seqs": batch.table_starts[:0], "tiles": batch.table_starts[:0]}
     if not plan.all_decode:
         there = on_device({"decode_seqs": plan.decode_seqs, "tiles": plan.tiles}, device)
     arrivals = there["decode_seqs"][:0]
     if num_arrivals := plan.num_arrivals(num_kv_heads):
         arrivals = torch.zeros(num_arrivals, dtype=torch.int32, device=device.torch_name)
-    return plan, BatchMetadata(
+    return BatchMetadata(
+        plan,
         batch.query_starts,
         batch.context_lens,
         batch.block_table,
@@ -177,13 +176,13 @@ class PaddedPlanner:
         tiles: torch.Tensor,
     ) -> None:
         num_kv_heads = self._shape.num_kv_heads
-        plan = plan_padded(*size, longest, self._shape.group, num_kv_heads, self._configs, self._num_sms)
+        plan = plan_padded(*size, longest, PlanRules(self._shape.group, num_kv_heads, self._configs, self._num_sms))
         arrivals = torch.zeros(plan.num_arrivals(num_kv_heads), dtype=torch.int32, device=tiles.device)
         metadata = BatchMetadata(
-            *(batch.query_starts, batch.context_lens, batch.block_table, batch.table_starts),
+            *(plan, batch.query_starts, batch.context_lens, batch.block_table, batch.table_starts),
             *(decode_seqs, tiles, arrivals),
         )
-        batch.kernel_state = {self._shape: (plan, metadata)}
+        batch.kernel_state = {self._shape: metadata}
 
 
 @functools.cache

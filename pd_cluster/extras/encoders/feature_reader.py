@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
 
 from pd_cluster import wire
 from pd_cluster.errors import LinkError
-from pd_cluster.transport.feature_files import SHM, FeatureEndpoint, fetch, reach
-from pd_cluster.transport.feature_pair import PairReceiver
-from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.extras.encoders.feature_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.extras.encoders.feature_files import SHM, FeatureEndpoint, Shape, fetch, reach
+from pd_cluster.extras.encoders.feature_pair import PairReceiver
 from pd_cluster.transport.meeting import Meeting
 
 log = logging.getLogger(__name__)
 
 MAX_NBYTES = 1 << 31  # the largest features of an image
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The shape of an image's features. An encoder's answer must have as many bytes."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 class FeatureReader:
@@ -99,9 +83,8 @@ class FeatureReader:
 
     def _fetch(self, done: wire.EncodeDone, shape: Shape) -> None:
         place = self._place
-        given = done.token, shape.sizes, shape.dtype, place.checksum, done.checksum
         try:
-            features = fetch(self._answer.address, *given, place.connect_s)
+            features = fetch(self._answer.address, done.token, shape, place.checksum, done.checksum, place.connect_s)
         except Exception as error:  # only this image fails, because each has its own connection
             self._tell(FeaturesRead(done.item, None, str(error) or type(error).__name__))
         else:

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.engine.handover.engine_events import ConnClosed, ConnOpened, Event, Mail
 from pd_cluster.engine.handover.links.link_ends import Post
 from pd_cluster.engine.lifecycle.availability import Availability
 from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
 from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
+from pd_cluster.extras.encoders.encoder_links import EncoderTerms
+from pd_cluster.extras.encoders.feature_files import PAIRS, REACH_TOKEN, SHM, FeatureServer, SealedFile
+from pd_cluster.extras.encoders.feature_pair import PairSender
 from pd_cluster.model.vision.vision_tower import Tower
-from pd_cluster.transport.feature_files import PAIRS, REACH_TOKEN, SHM, FeatureServer, SealedFile
-from pd_cluster.transport.feature_pair import PairSender
 from pd_cluster.transport.link_events import LinkFailed
 from pd_cluster.types import Image, LinkState
 

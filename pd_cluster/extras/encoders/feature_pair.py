@@ -18,8 +18,8 @@ import torch
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import LinkError, first_line
+from pd_cluster.extras.encoders.feature_files import PAIRS, FeatureEndpoint, SealedFile
 from pd_cluster.transport.device_pair import RECEIVER, SENDER, PairEndpoint, close_group, make_group
-from pd_cluster.transport.feature_files import PAIRS, FeatureEndpoint, SealedFile
 from pd_cluster.transport.meeting import Meeting
 from pd_cluster.transport.transport_interface import buffer_of
 from pd_cluster.wire import TransportName

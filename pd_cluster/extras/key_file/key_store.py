@@ -9,10 +9,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, read_key_file
-from pd_cluster.cluster.tenancy.shared_rate_limits import MAX_KEYS, SharedRateLimits, tag_of
-from pd_cluster.cluster.tenancy.tenant_counts import with_names
+from pd_cluster.cluster.tenancy.tenant_counts import TenantCounts, with_names
 from pd_cluster.errors import ConfigError
+from pd_cluster.extras.key_file.key_file import KeyFile, digest_of, read_key_file
+from pd_cluster.extras.key_file.key_table import KeyTable
+from pd_cluster.extras.key_file.shared_rate_limits import MAX_KEYS, SharedRateLimits, tag_of
 from pd_cluster.process_messages import Keys
 from pd_cluster.settings.http_settings import HttpConfig
 
@@ -42,6 +43,13 @@ class KeyStore:
         self._slots: dict[str, int] = {}  # digest -> record
         self.keys = Keys("", [], [], with_names([], http.tenants))
         self.reload()
+
+    @property
+    def rates_fd(self) -> int:
+        return self.memory.fd
+
+    def at_port(self, counts: TenantCounts) -> KeyTable:
+        return KeyTable(self.keys, self.memory, counts)
 
     def reload(self) -> Keys:
         """Reads the file again; returns the keys in force from now on.

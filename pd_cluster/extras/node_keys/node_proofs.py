@@ -9,39 +9,47 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.net.node_key_files import (
+from pd_cluster.extras.node_keys.node_key_files import (
+    NEW,
     NodeKeys,
     TrustedNodes,
     read_node_keys,
     read_trusted_nodes,
     stamp_of,
 )
+from pd_cluster.net.node_trust import End, ProvenNode, plain
 from pd_cluster.settings.process_configs import Credentials
+from pd_cluster.settings.process_settings import KeyFiles
 
 log = logging.getLogger(__name__)
-
-End = Literal["client", "server"]
-READ_AGAIN_S = 1.0
-NODE_REFUSED = "its node is not admitted: "  # the prefix of reasons that last until a file changes
-MOST_SHOWN = 200  # characters
-
 
 T = TypeVar("T")
 
 
-class ProvenNode(NamedTuple):
-    """The node that a peer has proved to be, and the listed keys that it proved."""
+class Claim(NamedTuple):
+    """The content of the proof that one end of a connection sends. It covers both processes' names, epochs and keys."""
 
-    node: str = ""
-    keys: tuple[bytes, ...] = ()
+    end: End
+    prover: str
+    prover_key: bytes
+    peer: str
+    peer_key: bytes
+    node: str
+    public: bytes
+
+    def mac(self, secret: bytes) -> bytes:
+        key = hashlib.sha256(b"pd-cluster node 1" + secret).digest()
+        of = "\n".join(each.hex() if isinstance(each, bytes) else each for each in self)
+        return hmac.digest(key, of.encode(), "sha256")
 
 
 class ReloadedFile(Generic[T]):
@@ -73,7 +81,7 @@ class ReloadedFile(Generic[T]):
 
 
 class Nodes:
-    """Makes and checks proofs. Without files it makes no proof and requires none. Used on the mailbox's thread.
+    """A process's own node and the nodes that it trusts. Either file may be missing.
 
     `own`: this process's name@epoch; `private` and `public`: its CURVE key pair.
     """
@@ -94,13 +102,12 @@ class Nodes:
         self._list_file = list_file
 
     @property
-    def asks(self) -> bool:
-        """Whether workers must prove their nodes."""
-        return self._trusted is not None
-
-    @property
     def has_files(self) -> bool:
         return self._keys is not None or self._trusted is not None
+
+    @property
+    def private_key(self) -> bytes:
+        return self._keys.content.private[0] if self._keys is not None else b""
 
     def read_again(self) -> bool:
         """Reads each file that has changed, even if the other is faulty. Returns whether the list was read."""
@@ -122,7 +129,8 @@ class Nodes:
                 secret = shared_secret(private, peer_key)
             except ValueError:  # an invalid key, which no honest peer has
                 continue
-            found.append(wire.NodeProof(public, self._mac(secret, peer, peer_key, end, keys.node, public)))
+            claim = Claim(end, self._own, self._public, peer, peer_key, keys.node, public)
+            found.append(wire.NodeProof(public, claim.mac(secret)))
         return keys.node, tuple(found)
 
     def believe(
@@ -208,11 +216,8 @@ class Nodes:
             secret = shared_secret(self._private, proof.public_key)
         except ValueError:
             return False
-        mac = _mac(secret, end, peer, peer_key, self._own, self._public, node, proof.public_key)
-        return hmac.compare_digest(proof.mac, mac)
-
-    def _mac(self, secret: bytes, peer: str, peer_key: bytes, end: End, node: str, public: bytes) -> bytes:
-        return _mac(secret, end, self._own, self._public, peer, peer_key, node, public)
+        claim = Claim(end, peer, peer_key, self._own, self._public, node, proof.public_key)
+        return hmac.compare_digest(proof.mac, claim.mac(secret))
 
 
 def shared_secret(private: bytes, public: bytes) -> bytes:
@@ -226,9 +231,22 @@ def shared_secret(private: bytes, public: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
 
 
-def plain(text: str) -> str:
-    """Returns a peer's name for itself or its node, made safe for one line of a log."""
-    return text if text.isprintable() and len(text) <= MOST_SHOWN else repr(text[:MOST_SHOWN])
+def check_node_files(files: KeyFiles, is_worker: bool) -> None:
+    """Raises ConfigError if the node files cannot be used, or a worker's own list does not trust its node."""
+    if importlib.util.find_spec("cryptography") is None:
+        flag = "--node-key-file" if files.node_key else "--trusted-nodes"
+        raise ConfigError(f"{flag}: cryptography is not installed; pip install 'pd-cluster[node-keys]'")
+    trusted = read_trusted_nodes(Path(files.trusted_nodes)) if files.trusted_nodes else None
+    if not files.node_key:
+        if is_worker:
+            raise ConfigError(
+                f"--trusted-nodes {files.trusted_nodes}: a worker also needs its own key, named by --node-key-file; "
+                f"{NEW}"
+            )
+        return
+    keys = read_node_keys(Path(files.node_key))
+    if trusted is not None and is_worker:
+        check_own(keys, Path(files.node_key), trusted, Path(files.trusted_nodes), time.time())
 
 
 def check_own(keys: NodeKeys, key_file: Path, trusted: TrustedNodes, list_file: Path, now_s: float) -> None:
@@ -251,12 +269,3 @@ def check_own(keys: NodeKeys, key_file: Path, trusted: TrustedNodes, list_file: 
             f"{key_file}: key {known[0].id} of node {keys.node} expired at {known[0].until} ({list_file}); "
             f"`pd-cluster keys node rotate {keys.node}` makes another"
         )
-
-
-def _mac(
-    secret: bytes, end: End, prover: str, prover_key: bytes, peer: str, peer_key: bytes, node: str, public: bytes
-) -> bytes:
-    """Returns the proof that one end of a connection sends. It covers both processes' names, epochs and keys."""
-    key = hashlib.sha256(b"pd-cluster node 1" + secret).digest()
-    of = "\n".join((end, prover, prover_key.hex(), peer, peer_key.hex(), node, public.hex()))
-    return hmac.digest(key, of.encode(), "sha256")

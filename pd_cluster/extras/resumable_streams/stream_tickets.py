@@ -1,6 +1,6 @@
-"""Lets clients resume streams: makes resume tokens, and the record from which a scheduler repeats the chunks.
+"""Makes resume tokens, and the record from which a scheduler repeats the chunks of a stream.
 
-See docs/protocol/requests.md, "Streams that resume". Knows nothing of HTTP or of events' format.
+See docs/protocol/requests.md, "Streams that resume". Knows nothing of HTTP or of the format of events.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import msgspec
 
 from pd_cluster import wire
+from pd_cluster.api.routes.stream_resumption import Kind
 from pd_cluster.cluster.streams.stream_records import KeptStream, RecordPlace
 from pd_cluster.errors import RequestError
 from pd_cluster.service.generation.prompt_generation import Generation
@@ -23,7 +23,6 @@ from pd_cluster.settings.resume_settings import ResumeSettings
 
 TOKEN_NBYTES = 16
 PURPOSE = b"pd-cluster stream "
-Kind = Literal["chat", "completions"]
 
 
 class StreamNotFound(RequestError):
@@ -80,14 +79,10 @@ class StreamTicket:
         generation.new_call_id = partial(generation.new_call_id, draw=self.draws())
 
 
-class StreamResumption:
+class StreamKeeper:
     def __init__(self, settings: ResumeSettings) -> None:
         self._window_s, self._capacity_nbytes = settings.window_s, settings.memory_mib << 20
         self._outlives_client = not settings.is_for_schedulers
-
-    @property
-    def is_on(self) -> bool:
-        return self._window_s > 0
 
     def keep(
         self, generation: Generation, ticket: StreamTicket, recipe: ResumeRecord, place: RecordPlace | None = None

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encoder_links import EncoderLinks, EncoderTerms
 from pd_cluster.engine.handover.engine_events import Event
 from pd_cluster.engine.handover.links.link_ends import Post
 from pd_cluster.engine.legs.held_legs import HeldLeg, with_rest
@@ -24,11 +23,12 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.engine.stages.stage import Released, Stage, outstanding_with
 from pd_cluster.engine.step.engine_limits import EngineLimits
 from pd_cluster.errors import told
+from pd_cluster.extras.encoders.encoder_links import EncoderLinks, EncoderTerms
+from pd_cluster.extras.encoders.feature_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.extras.encoders.feature_files import Shape
 from pd_cluster.model.inputs.image_rows import feature_key
 from pd_cluster.model.vision.vision_tower import Tower
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.feature_reader import Shape
-from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
 from pd_cluster.types import Image, LinkState, Request
 
 log = logging.getLogger(__name__)

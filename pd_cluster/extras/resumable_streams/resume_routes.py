@@ -10,13 +10,13 @@ from fastapi.responses import Response
 from pd_cluster.api.middleware.direct_routes import PlainRoute
 from pd_cluster.api.middleware.http_callers import caller_of, count_request, owner_of
 from pd_cluster.api.routes.openai_routes import answered
-from pd_cluster.api.routes.resumable_streams import TOKEN_HEADER
 from pd_cluster.cluster.streams.stream_records import RecordPlace
 from pd_cluster.errors import RequestError
+from pd_cluster.extras.resumable_streams.stream_tickets import StreamKeeper, StreamNotFound, StreamTicket
+from pd_cluster.extras.resumable_streams.ticketed_stream import TOKEN_HEADER, TicketedStream
 from pd_cluster.service.answers.chat_answer import ChatAnswer
 from pd_cluster.service.answers.completion_answer import CompletionAnswer
 from pd_cluster.service.answers.openai_answer import Answer
-from pd_cluster.service.generation.stream_resumption import StreamNotFound, StreamTicket
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.service.schema.request_parsing import HANDLE, parse
@@ -25,7 +25,7 @@ from pd_cluster.service.text_service import TextService
 MOST_INDEX_DIGITS = 9
 
 
-def resume_routes(service: TextService) -> APIRouter:
+def resume_routes(service: TextService, keeper: StreamKeeper) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
 
     @routes.get("/v1/streams", include_in_schema=False)
@@ -36,8 +36,9 @@ def resume_routes(service: TextService) -> APIRouter:
         place = await service.router.find(ticket.digest)
         if place is None:
             raise StreamNotFound
-        answer = await _answer(http, service, ticket, place, received_s)
-        return await answered(http, service, answer, ticket)
+        stream = TicketedStream(ticket, keeper)
+        answer = await _answer(http, service, stream, place, received_s)
+        return await answered(http, service, answer, stream)
 
     return routes
 
@@ -52,16 +53,16 @@ def _ticket_of(http: Request) -> StreamTicket:
 
 
 async def _answer(
-    http: Request, service: TextService, ticket: StreamTicket, place: RecordPlace, received_s: float
+    http: Request, service: TextService, stream: TicketedStream, place: RecordPlace, received_s: float
 ) -> Answer:
     """Makes the answer again, in the state before its first chunk."""
-    recipe, caller = service.resumption.recipe_of(place), caller_of(http)
+    recipe, caller = stream.keeper.recipe_of(place), caller_of(http)
     answer: Answer
     if recipe.kind == "chat":
         chat = parse(recipe.body, ChatCompletionRequest, takes=(HANDLE,), vocab_size=service.vocab_size)
         name = service.names.check(chat.model, caller)
         generation = await service.chat(chat, received_s, caller)
-        ticket.fix_call_ids(generation)
+        stream.ticket.fix_call_ids(generation)
         answer = ChatAnswer(chat, name, service, generation)
     else:
         request = parse(recipe.body, CompletionRequest, takes=(HANDLE,), vocab_size=service.vocab_size)
@@ -69,5 +70,5 @@ async def _answer(
         (generation,) = generations = await service.completions(request, received_s, caller)
         answer = CompletionAnswer(request, name, service, generations)
     answer.identity = recipe.id, recipe.created
-    service.resumption.keep(generation, ticket, recipe, place)
+    stream.keeper.keep(generation, stream.ticket, recipe, place)
     return answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import math
 import os
 import secrets
 import socket
@@ -47,6 +48,18 @@ class FeatureEndpoint:
     connect_s: float
     transfer_s: float
     checksum: Checksum
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The shape of an image's features. An encoder's answer must have as many bytes."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +146,13 @@ def reach(address: str, timeout_s: float) -> None:
     _ask(address, REACH_TOKEN, timeout_s)
 
 
-def fetch(
-    address: str,
-    token: bytes,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    checksum: Checksum,
-    wanted: int,
-    timeout_s: float,
-) -> torch.Tensor:
+def fetch(address: str, token: bytes, shape: Shape, checksum: Checksum, wanted: int, timeout_s: float) -> torch.Tensor:
     """Reads features of this shape into a tensor on the host. Raises LinkError unless their checksum is `wanted`."""
     fds = _ask(address, token, timeout_s)
     if len(fds) != 1:
         raise LinkError("the encoder no longer has the features")
     try:
-        features = torch.empty(shape, dtype=dtype)
+        features = torch.empty(shape.sizes, dtype=shape.dtype)
         data = features.view(torch.uint8).reshape(-1)
         if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise LinkError("the encoder's file of features is not sealed, and could change while it is read")

@@ -1,26 +1,33 @@
-"""Builds an encoder: tower, socket, mailbox. Also builds the parts with which a prefill instance uses encoders."""
+"""Builds an encoder: tower, socket, mailbox. Also builds the stage with which a prefill instance uses encoders."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
-from pd_cluster.engine.encode.encode_worker import EncodeWorker, TowerSource
-from pd_cluster.engine.encode.encoder_links import EncoderTerms
+from pd_cluster.engine.assembly.build_legs import limits_of
 from pd_cluster.engine.handover.engine_events import Event
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.legs.legs import Legs
 from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.extras.encoders.encode_worker import EncodeWorker, TowerSource
+from pd_cluster.extras.encoders.encoder_links import EncoderTerms
+from pd_cluster.extras.encoders.encoder_stage import Encoders, Engine
+from pd_cluster.extras.encoders.feature_files import FeatureEndpoint
 from pd_cluster.model.loading.model_loader import resolve_dtype
 from pd_cluster.model.parallel.rank_group import SingleRank
 from pd_cluster.model.runner.loaded_parts import load_tower_part
+from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.peer_admission import Life
 from pd_cluster.numerics import Numerics
 from pd_cluster.process_messages import RankReport
 from pd_cluster.settings.process_configs import WorkerConfig
-from pd_cluster.transport.feature_files import FeatureEndpoint
 from pd_cluster.transport.transport_interface import Checksum
 
 
@@ -28,6 +35,19 @@ def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> E
     times, checksum = config.timeouts, Checksum(config.kv.checksum)
     place = FeatureEndpoint(config.bind_address, times.connect_timeout_s, times.transfer_timeout_s, checksum)
     return EncoderTerms(model_identity, numerics, place, config.kv_transport)
+
+
+def encoder_stages(
+    config: WorkerConfig, core: EngineCore, runner: ModelRunner, legs: Legs, context: HandoverContext
+) -> Iterator[Encoders]:
+    """Yields the stage that asks encoders for features, if the model takes images."""
+    if runner.tower is None:
+        return
+    engine = Engine(lambda: runner.tower, core.scheduler, limits_of(runner), legs.table)
+    terms = replace(
+        terms_of(config, runner.model_identity, runner.numerics), network_policy=context.endpoint.network_policy
+    )
+    yield Encoders(engine, terms, context.post, context.report, context.clock, config.timeouts)
 
 
 def build_encoder(

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pd_cluster.cluster.tenancy.shared_rate_limits import MAX_KEYS
 from pd_cluster.cluster.tenancy.tenant_counts import OTHERS
 from pd_cluster.cluster.tenancy.token_buckets import MOST_A_MINUTE
 from pd_cluster.errors import ConfigError
+from pd_cluster.extras.key_file.shared_rate_limits import MAX_KEYS
 from pd_cluster.process_messages import ApiKey
 from pd_cluster.settings.expiry_dates import EXPECTED, text_of, time_of
 from pd_cluster.settings.model_names import fault_of_name

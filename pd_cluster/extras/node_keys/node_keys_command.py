@@ -15,7 +15,7 @@ from pd_cluster.commands.file_lock import file_lock
 from pd_cluster.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pd_cluster.net.node_key_files import Node, NodeKeys, PublicPart, TrustedNodes
+    from pd_cluster.extras.node_keys.node_key_files import Node, NodeKeys, PublicPart, TrustedNodes
 
 NODE = typer.Argument(metavar="NODE", help="The node's name: its host name, or any other unique name.")
 FOLDER = typer.Option("--folder", help="Folder of NODE.key and NODE.pub; created with mode 0700.")
@@ -35,7 +35,7 @@ def new(
     expires: Annotated[str, EXPIRES] = "",
 ) -> None:
     """Make a node's key pair: NODE.key for that host alone, NODE.pub for the list of trusted nodes."""
-    from pd_cluster.net.node_key_files import Node, check_host, check_name, new_keys
+    from pd_cluster.extras.node_keys.node_key_files import Node, check_host, check_name, new_keys
 
     hosts = [check_host(each, "--") for each in host or []]
     key_file, public_file = _files(folder, check_name(node))
@@ -59,7 +59,13 @@ def trust(
     """Add nodes, or new keys of known nodes, to the list of trusted nodes; earlier keys stay valid."""
     from msgspec.structs import replace
 
-    from pd_cluster.net.node_key_files import TrustedNodes, check_host, read_public_part, trusting, write_public
+    from pd_cluster.extras.node_keys.node_key_files import (
+        TrustedNodes,
+        check_host,
+        read_public_part,
+        trusting,
+        write_public,
+    )
 
     hosts = [check_host(each, "--") for each in host or []]
     with file_lock(file) as real:
@@ -82,7 +88,7 @@ def rotate(
     expires: Annotated[str, EXPIRES] = "",
 ) -> None:
     """Add a new key to the current key; both are used until `retire`. Completes an interrupted rotation."""
-    from pd_cluster.net.node_key_files import Node, check_name, new_keys, read_node_keys, read_public_part
+    from pd_cluster.extras.node_keys.node_key_files import Node, check_name, new_keys, read_node_keys, read_public_part
     from pd_cluster.wire import MOST_NODE_KEYS
 
     key_file, public_file = _files(folder, check_name(node))
@@ -113,7 +119,7 @@ def retire(
     """Remove the older key from NODE.key (--folder) and from the list (--file). Connections stay open."""
     from msgspec.structs import replace
 
-    from pd_cluster.net.node_key_files import (
+    from pd_cluster.extras.node_keys.node_key_files import (
         NodeKeys,
         TrustedNodes,
         check_name,
@@ -153,7 +159,7 @@ def revoke(
     key: Annotated[str, typer.Option("--key", help="The first digits of one key of the node. Default: all keys.")] = "",
 ) -> None:
     """Remove a node, or one of its keys, from the list. Processes that read the list close its connections."""
-    from pd_cluster.net.node_key_files import check_name, now_text, revoking, write_public
+    from pd_cluster.extras.node_keys.node_key_files import check_name, now_text, revoking, write_public
 
     check_name(node)
     with file_lock(file) as real:
@@ -186,7 +192,7 @@ def list_nodes(
 
 
 def _read(file: Path) -> TrustedNodes:
-    from pd_cluster.net.node_key_files import read_trusted_nodes
+    from pd_cluster.extras.node_keys.node_key_files import read_trusted_nodes
 
     return read_trusted_nodes(file)
 
@@ -210,7 +216,7 @@ def _make(folder: Path) -> None:
 
 
 def _part(public: bytes, expires: str) -> PublicPart:
-    from pd_cluster.net.node_key_files import PublicPart
+    from pd_cluster.extras.node_keys.node_key_files import PublicPart
     from pd_cluster.settings.expiry_dates import EXPECTED, time_of
 
     until_s = time_of(expires) if expires else None
@@ -223,7 +229,7 @@ def _part(public: bytes, expires: str) -> PublicPart:
 
 def _write_pair(key_file: Path, public_file: Path, keys: NodeKeys, public: Node) -> None:
     """Writes the private file first, so that it never has fewer keys than the public file."""
-    from pd_cluster.net.node_key_files import write_node_keys, write_public
+    from pd_cluster.extras.node_keys.node_key_files import write_node_keys, write_public
 
     write_node_keys(key_file, keys)
     write_public(public_file, public)

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pd_cluster import wire
+from pd_cluster.engine.legs.leg_records import GONE
 from pd_cluster.engine.legs.leg_table import LegTable
 from pd_cluster.engine.legs.output_batcher import NOBODY, OutputBatcher
 from pd_cluster.types import LegEnd, PromptOutput, Request, RequestSpec, TokenOutput
 
 log = logging.getLogger(__name__)
 
-GONE = "the record of the stream was dropped"
 STOPPED = "the stream stopped while it had no reader"
 TAKEN = "another reader has taken this stream over"
 NAME_NBYTES = 8  # a record is found by this part of its digest; then the whole digest is compared in constant time

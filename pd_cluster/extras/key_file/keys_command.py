@@ -1,4 +1,4 @@
-"""`pd-cluster keys`: edits and lists the file of --api-key-file. Imports nothing heavy, like cli.py."""
+"""`pd-cluster keys new`, `list` and `remove`, for the file of --api-key-file. Imports nothing heavy, like cli.py."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from typing import Annotated
 import typer
 
 from pd_cluster.commands.file_lock import file_lock
-from pd_cluster.commands.node_keys_command import app as node_app
 from pd_cluster.errors import ConfigError
 
 FILE = typer.Option("--file", help="The file that --api-key-file of the scheduler names.")
 AGAIN = "SIGHUP makes the scheduler read the file again"
 
-app = typer.Typer(help="Make and show API keys and the keys of nodes.", no_args_is_help=True)
-app.add_typer(node_app, name="node")
 
-
-@app.command()
 def new(
     file: Annotated[Path, FILE],
     tenant: Annotated[str, typer.Option(help="The key's owner. Keys of one tenant share cached prompts.")],
@@ -38,7 +33,7 @@ def new(
     expires: Annotated[str, typer.Option(help="A date (UTC), or a time with its zone. Default: never.")] = "",
 ) -> None:
     """Make a key, print it once, and keep its hash in the file, which is created if missing."""
-    from pd_cluster.cluster.tenancy.key_file import (
+    from pd_cluster.extras.key_file.key_file import (
         KEY_NBYTES,
         KEY_PREFIX,
         KeyFile,
@@ -47,7 +42,7 @@ def new(
         read_key_file,
         write_key_file,
     )
-    from pd_cluster.cluster.tenancy.shared_rate_limits import MAX_KEYS
+    from pd_cluster.extras.key_file.shared_rate_limits import MAX_KEYS
     from pd_cluster.process_messages import ApiKey
     from pd_cluster.settings.expiry_dates import time_of
 
@@ -84,7 +79,6 @@ def new(
     typer.echo(key)
 
 
-@app.command("list")
 def list_keys(
     file: Annotated[Path, FILE], json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
@@ -94,7 +88,7 @@ def list_keys(
     from rich.console import Console
     from rich.table import Table
 
-    from pd_cluster.cluster.tenancy.key_file import read_key_file
+    from pd_cluster.extras.key_file.key_file import read_key_file
     from pd_cluster.settings.expiry_dates import text_of
 
     if json:
@@ -116,12 +110,11 @@ def list_keys(
     Console(width=None if is_terminal else 240).print(table)
 
 
-@app.command()
 def remove(
     file: Annotated[Path, FILE], key_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it.")]
 ) -> None:
     """Take a key out of the file."""
-    from pd_cluster.cluster.tenancy.key_file import KeyFile, read_key_file, write_key_file
+    from pd_cluster.extras.key_file.key_file import KeyFile, read_key_file, write_key_file
 
     with file_lock(file) as real:
         known = read_key_file(file)

@@ -15,12 +15,12 @@ from pd_cluster.engine.handover.links.link_ends import Post
 from pd_cluster.engine.handover.links.network_policy import NetworkPolicy
 from pd_cluster.engine.handover.links.out_link import FIRST_BACKOFF_S, LAST_BACKOFF_S, WAITING
 from pd_cluster.errors import told
+from pd_cluster.extras.encoders.feature_events import EncoderReached, EncoderUnreached, FeatureEvent
+from pd_cluster.extras.encoders.feature_files import PAIRS, SHM, FeatureEndpoint, Shape, ways
+from pd_cluster.extras.encoders.feature_reader import FeatureReader
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.feature_files import PAIRS, SHM, FeatureEndpoint, ways
-from pd_cluster.transport.feature_reader import FeatureReader, Shape
-from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent
 from pd_cluster.transport.transport_table import AUTO, needs_trusted_network
 from pd_cluster.types import LinkState
 

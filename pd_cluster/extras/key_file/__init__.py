@@ -1,0 +1,1 @@
+"""API keys in a file, with tenants and limits, for --api-key-file."""

@@ -1,0 +1,1 @@
+"""Keys of nodes, with which processes prove on which host they run."""

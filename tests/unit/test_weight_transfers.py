@@ -235,7 +235,7 @@ def test_a_source_is_free_once_its_receiver_gives_up(world: World) -> None:
     with pytest.raises(ModelError, match="names no source"):
         receiver.stage.fetch(version, accept)
     assert world.named == [source.instance.key]
-    assert not world.sources._named
+    assert not world.sources.named
 
 
 def test_the_reason_of_the_last_failure_is_reported(world: World) -> None:

@@ -84,7 +84,7 @@ def must_give_up(seeker: Seeker, lost_s: float = 0.0) -> None:
     seeker.joining.tick()
     seeker.now_s += 1.0
     with pytest.raises(
-        ConfigError, match=r"no scheduler has admitted this worker within --join-timeout 60; .* was [ah]:1: "
+        ConfigError, match=r"no scheduler has admitted this worker within --join-timeout 60; .* attempt: [ah]:1: "
     ):
         seeker.joining.tick()
 

@@ -160,7 +160,7 @@ class ReplyFormat:
         are_some: bool = False,
     ) -> Guide | None:
         """Returns the guide for a whole reply, whose content must follow `answer`; None: no constraint. `are_some`: the
-        model also sees other tools. Raises RequestError.
+        model also sees tools not in `tools`. Raises RequestError.
         """
         start = self._start(prompt_end)
         return reply_guides.guide_of(self._calls, self._thinking, start, tools, choice, most_calls, answer, are_some)

@@ -107,7 +107,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (config(method=["mtp", "deepseek_mtp"]), "method ['mtp', 'deepseek_mtp']: give each method once"),
     (config(method=["eagle3", "ngram", "mtp"], model="m"), "weights; give one of eagle3 and mtp"),
     (config(method="mtp", draft_tensor_parallel_size=2), "draft_tensor_parallel_size 2: mtp is not split"),
-    (["--spec-method=mtp", "--tensor-parallel-size=2"], "method mtp: only instances of one rank draft with weights"),
+    (["--spec-method=mtp", "--tensor-parallel-size=2"], "method mtp needs --tensor-parallel-size 1, but it is 2"),
     *(
         (config(method=method, model="m", **{key: value}), f"{key}: applies to a draft model, and {method} has none")
         for method, key, value in (

@@ -32,7 +32,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_s: Annotated[
         float,
         WORKERS(
-            "Seconds to open a connection or a link.",
+            "Maximum seconds to open a connection or a link.",
             detail="a connection or a link must open; retried after 0.5 s, doubling to 5 s",
         ),
     ] = 5.0

@@ -12,7 +12,7 @@ from pd_cluster.commands.load_options import takes_load
 
 @takes_load
 def simulate(
-    layout: Annotated[str, typer.Option(help="Instances, such as 2P1D, or 1H (hybrid).")],
+    layout: Annotated[str, typer.Option(help="Such as 2P1D, or 1H (hybrid).")],
     costs: Annotated[str, typer.Option(metavar="FILE", help="Costs of `pd-cluster profile`.")],
     routing_policy: Annotated[str, typer.Option(help="Routing policy, as in `up`.")] = "prefix-aware",
     auto_role: Annotated[str, typer.Option(help="Role changes: cost or rules.")] = "",

@@ -51,7 +51,7 @@ LENGTH, QUICK_LENGTH, WARMING_LENGTH = 224, 24, 32  # tokens of an answer: usual
 WEIGHTS = {"float32": ("dtype", "float32"), "bfloat16": ("dtype", "bfloat16"), "int8": ("quantization", "int8")}
 NO_LOSS = 0.97
 DRAFT_MODEL: tuple[Method, ...] = ("draft_model",)
-NOISE = 6.5  # in the padding of the model that is drafted for; the small model predicts about 0.8 of its tokens
+NOISE = 6.5  # noise in the padding of the target model; the draft model predicts about 0.8 of its tokens
 
 SALTS = ("plain", "drafting")  # keeps suffix drafts from finding the same answers among earlier outputs
 Answers = list[list[int]]

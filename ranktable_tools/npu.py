@@ -43,7 +43,7 @@ class Chip(NamedTuple):
 
     @property
     def device_ids(self) -> list[int]:
-        """Its possible device ids: without a physical id, as in a container, either of the other two numbers."""
+        """Its possible device ids: the physical id or, if that is unknown (in a container), `npu_id` and `logic_id`."""
         return sorted({self.npu_id, self.logic_id}) if self.phy_id is None else [self.phy_id]
 
 

@@ -1,4 +1,4 @@
-"""Counts how often a draft head predicts the target's greedy answers to prompts not used in training; writes its card.
+"""Measures how well a draft head predicts the target's greedy answers to prompts not used in training; writes its card.
 
 A draft counts only if all drafts before it are right. Chains can therefore be computed from the answer's own tokens and
 states, so all chains of an answer are computed at once.

@@ -83,7 +83,7 @@ class LastTransfer(msgspec.Struct, frozen=True, tag="last_transfer"):
 
 
 class Memcpy(msgspec.Struct, frozen=True, tag="memcpy"):
-    """For the receiver: copies as much from another mapping to its pool, in blocks of the same sizes, on one thread."""
+    """For the receiver: copies the move's bytes from another mapping to its pool, block by block, on one thread."""
 
     move: Move
 

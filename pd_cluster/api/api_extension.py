@@ -71,7 +71,7 @@ class ApiExtension(Protocol):
     def admin_routes(self, seen: Sequence[APIRouter]) -> APIRouter:
         """Returns routes for the admin port, all of which check access.
 
-        `seen`: routes to include, which do not check it themselves.
+        `seen`: routes to include, which do not check access themselves.
         """
 
     def public_layers(self, file_keys: FileKeys | None) -> Iterable[Middleware]:

@@ -76,7 +76,7 @@ class Extras:
     """The optional parts of a scheduler."""
 
     join: tuple[str, int] | None = None  # the address and port where workers in no table register
-    lora_root: str = ""  # adapters may be loaded at run time from below this folder; "": none may
+    lora_root: str = ""  # the folder below which adapters can be loaded at run time; "": none can
     # the folder below which other weights may be loaded, and the trainers' addresses; "": weights cannot be replaced
     weights: tuple[str, frozenset[str]] = ("", frozenset())
     lease: Lease | None = None  # only for one of several schedulers

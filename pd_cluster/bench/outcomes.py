@@ -90,7 +90,7 @@ class GapCounts:
         self._counts[_bucket(gap_s)] += num
 
     def add_line(self, first_s: float, growth_s: float, num_gaps: int, num: int = 1) -> None:
-        """Counts a series of `num_gaps` times, each `growth_s` longer than the one before, and each `num` times."""
+        """Counts `num_gaps` gaps, each `growth_s` longer than the one before; counts each gap `num` times."""
         while num_gaps:
             bucket, num_alike = _bucket(first_s), num_gaps
             while num_alike > 1 and _bucket(first_s + growth_s * (num_alike - 1)) != bucket:

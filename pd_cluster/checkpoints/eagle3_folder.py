@@ -56,7 +56,7 @@ class Eagle3Target(NamedTuple):
 class Eagle3Folder:
     """`weights`: the tensors by name. Names in the layer begin with LAYER; no name begins with "model.".
 
-    `token_ids`: the model's token id for each of the head's; None: the ids are equal. `identity`: a digest of the
+    `token_ids`: the model's id of each of the head's tokens; None: the ids are equal. `identity`: a digest of the
     config, the weights' headers and a sample of each file.
     """
 

@@ -96,7 +96,7 @@ def sorted_tensors(file: Path, stored: Mapping[str, LoraTensor], saved: Collecti
             )
     for each in saved:
         if not any(ends_with_one(name, (each,)) for name in wholes):
-            raise ModelError(f"{file}: modules_to_save {reprlib.repr(each)}: the file has no weight of it")
+            raise ModelError(f"{file}: modules_to_save {reprlib.repr(each)}: the file has no weight of this module")
     modules, experts = _apart(_pairs(file, sides, "lora_{}.weight"))
     return LoraTensors(modules, _pairs(file, embeddings, "lora_embedding_{}"), experts, wholes, copies)
 

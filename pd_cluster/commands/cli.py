@@ -113,9 +113,9 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
 def up(
     context: typer.Context,
     model: Annotated[str, typer.Option(callback=given_model, help="Default: the shipped one.")] = "",
-    prefill: Annotated[int | None, typer.Option(min=1, help="Default: 1, or a unit.")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Default: 1, or a unit.")] = None,
-    encode: Annotated[int, typer.Option(min=0, help="Image encoders.")] = 0,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Instances; default: 1 unit.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Instances; default: 1 unit.")] = None,
+    encode: Annotated[int, typer.Option(min=0, help="Number of image encoders.")] = 0,
     hybrid: Annotated[int | None, typer.Option(min=1, help="Hybrid instances only.")] = None,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Schedulers; 2 ports each.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
@@ -321,9 +321,9 @@ def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, 
     """Reads the flags as each instance will. Returns the model, the flags including those of a --config file, and the
     options that they set.
 
-    `model`: the model that a flag of `up` names; "" if none does. In that case a flag, the file or a variable of the
-    instances may name it; the returned model is "" if none of them does. Raises ConfigError, and click's errors for
-    values of a wrong type.
+    `model`: the model given to `up` itself, or "". If it is "", the model may come from the instances' flags, the
+    --config file or a variable; without any of these, the returned model is "", too. Raises ConfigError, and click's
+    errors for values of a wrong type.
     """
     from pd_cluster.commands.launch_check import check_launch
 

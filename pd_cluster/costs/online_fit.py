@@ -15,7 +15,7 @@ from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork
 DECAY = 0.96  # a step's weight halves after 17 more of its kind
 FADE = 0.999  # a step of one kind multiplies the weights of the others by this
 LEAST_SHARE = 0.05  # a kind keeps at least this share of its weight
-MAX_TIME_RATIO = 16.0  # when a step is weighted, its predicted time is limited to this factor of its kind's mean
+MAX_TIME_RATIO = 16.0  # a step is weighted by its predicted time, clamped to within this factor of its kind's mean
 LEAST_TERM = {"prompt_token_s": 1e-12}  # in seconds; 0 would mean that the cost is unknown
 
 FIRST_HANDOVERS = 3  # ignored, because the first ones open links and register memory

@@ -26,7 +26,7 @@ FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, len, pi
 STAMP = struct.Struct("=d")  # monotonic time at which a rank became idle; 0: it never computed
 COMPUTES = float("inf")  # the stamp of a computing rank whose lock another process still holds
 MODE = 0o600
-LENT_AFTER_S = 0.02  # cores are lent after this idle time; shorter ones are pauses between two steps
+LENT_AFTER_S = 0.02  # cores are lent after this idle time; a shorter idle time is a pause between two steps
 
 
 def ledger_name() -> str:

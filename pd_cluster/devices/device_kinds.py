@@ -23,7 +23,7 @@ class Kind:
     has_doubles: bool = True  # that are fast enough to use
     block_size: int = 16  # default number of tokens in a KV block
     wants_layers_apart: bool = False  # attention needs the KV of every layer to be contiguous
-    most_plane_numel: int = 0  # how many elements of one layer's plane operators can index; 0: any number
+    most_plane_numel: int = 0  # the most elements of a layer's plane that operators can index; 0: any number
     large_nbytes: int = 0  # steps are large by default on a device with at least this much memory; 0: on none
     runs_triton: bool = False  # for attention, and FlashInfer with it
     graphs_take_any_context: bool = False  # one graph serves every context length

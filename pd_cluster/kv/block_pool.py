@@ -61,7 +61,7 @@ class BlockPool:
         return taken
 
     def version(self, block: int) -> int:
-        """Returns how often the block was taken. Until it is taken again, content is only appended to it."""
+        """Returns how many times the block was taken. Until it is taken again, content is only appended to it."""
         return self._versions[block]
 
     def _evict(self) -> int:

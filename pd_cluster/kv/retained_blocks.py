@@ -36,7 +36,7 @@ class RetainedBlocks(Generic[Block]):
         return list(self._owners)
 
     def add(self, block: Block, retention: Retention) -> list[tuple[Block, Retention]]:
-        """Retains a block. Returns blocks of the same owner that no longer fit its share, possibly this one."""
+        """Retains a block. Returns blocks of the same owner that no longer fit its share, possibly also this one."""
         own = self._of.setdefault(retention.owner, OrderedDict())
         own[block], self._owners[block] = retention.until_s, retention.owner
         share, displaced = self._most // len(self._of), list[tuple[Block, Retention]]()

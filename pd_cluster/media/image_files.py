@@ -52,7 +52,8 @@ def check_size(picture: Pictures.Image, rules: ImageRules) -> None:
 def fitted(picture: Pictures.Image, rules: ImageRules) -> tuple[Image, bytes]:
     """Returns a decoded picture in the model's form, and its digest. Raises RequestError.
 
-    Rotates it as its EXIF data say, puts a transparent one on white, and resizes it. Ignores further frames.
+    Rotates the picture as its EXIF data say, puts it on white if it is transparent, and resizes it. Ignores further
+    frames.
     """
     check_size(picture, rules)
     with with_field_names():

@@ -50,7 +50,7 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int  # a video's placeholder and tokens
     start_id: int
     end_id: int
-    min_pixels: int  # limits, with `max_pixels`, a frame's area or, with `shares_area`, that of all frames together
+    min_pixels: int  # the least area of a frame or, with `shares_area`, of all frames together
     max_pixels: int
     shares_area: bool = False
     stamps: TimestampStyle = TimestampStyle.NONE

@@ -116,8 +116,8 @@ async def begun(service: TextService, ask: LLMRequest, batch: str = "") -> Gener
         room = ask.most_together - num_prompt
         if room < 1:
             raise RequestError(
-                f"max_tokens: {ask.most_together} for prompt and output together leave no output after {num_prompt} "
-                f"prompt tokens; give more",
+                f"max_tokens: {ask.most_together} limits prompt and output together, and the prompt already has "
+                f"{num_prompt} tokens; give more",
                 param="max_tokens",
             )
         request = request.model_copy(update={"max_tokens": room})

@@ -160,7 +160,7 @@ class ReplyFormat:
         are_some: bool = False,
     ) -> Guide | None:
         """Returns the guide for a whole reply, whose content must follow `answer`; None: no constraint. `are_some`: the
-        model also sees other tools. Raises RequestError.
+        model also sees tools not in `tools`. Raises RequestError.
         """
         calls = reply_guides.CallRules(tools, choice, most_calls, are_some)
         return reply_guides.guide_of(self._calls, self._thinking, self._start(prompt_end), calls, answer)

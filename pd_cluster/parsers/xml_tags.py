@@ -69,7 +69,7 @@ class XmlTags:
     fillers: tuple[str, ...] = ()  # meaningless markup, dropped outside of calls
     leads: tuple[str, ...] = ()  # the texts that a guide allows before the first call
     kind: ValueKind | None = None  # the attribute after a key that states its value's type
-    index: str = ""  # the attribute after a name that counts calls
+    index: str = ""  # the attribute after a name that has the call's number
     escapes: bool = False  # names and keys are escaped as in XML
     quote: tuple[str, str] = ("", "")  # texts around a value that may contain tags
     body: tuple[str, str] = ("", "")  # texts around all arguments as one JSON object

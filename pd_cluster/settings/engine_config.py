@@ -397,8 +397,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{called('speculative_config')}: quantization {coded!r}: {rule.says}")
         if (method := self.speculation.with_weights) is not None and self.tensor_parallel_size > 1:
             raise ConfigError(
-                f"{called('speculative_config')}: method {method}: only instances of one rank draft with weights, and "
-                f"{called('tensor_parallel_size')} is {self.tensor_parallel_size}; give 1, or method ngram or suffix"
+                f"{called('speculative_config')}: method {method} needs {called('tensor_parallel_size')} 1, but it is "
+                f"{self.tensor_parallel_size}; give 1, or method ngram or suffix"
             )
         if method == "mtp" and self.speculation.model not in ("", self.model):
             raise ConfigError(

@@ -125,7 +125,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     key_file: Annotated[  # the file has hashes of the keys
         str,
         HTTP(
-            "File of further keys with their tenants and limits, by `pd-cluster keys`; read again at SIGHUP.",
+            "File of further keys with their tenants and limits, made by `pd-cluster keys`; read again at SIGHUP.",
             name="api_key_file",
         ),
     ] = ""
@@ -174,7 +174,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     traces_endpoint: Annotated[
         str,
         HTTP(
-            "URL for OpenTelemetry traces, such as http://collector:4318/v1/traces. Extra otel.",
+            "URL for OpenTelemetry traces, such as http://collector:4318/v1/traces. Needs the extra otel.",
             name="otlp_traces_endpoint",
             form=Form(str, _endpoint, str),
         ),

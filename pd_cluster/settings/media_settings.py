@@ -114,7 +114,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     video_io: Annotated[
         dict[str, float],
         MEDIA(
-            f'Maximum number of frames read of a video, in all and per second: {{"video": {{"num_frames": N, "fps": '
+            f'Maximum number of frames read from a video, in all and per second: {{"video": {{"num_frames": N, "fps": '
             f"F}}}}; default: {DEFAULT_FRAMES}, and no limit per second.",
             name="media_io_kwargs",
             default="",

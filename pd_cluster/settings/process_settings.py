@@ -335,7 +335,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_cache: Annotated[
         str,
         KV(
-            "Folder for encrypted KV blocks of --kv-host-cache, which survive a restart. Extra disk-cache.",
+            "Folder for encrypted KV blocks of --kv-host-cache, which survive a restart. Needs the extra disk-cache.",
             metavar="FOLDER",
             after="kv_max_quarantine",
         ),
@@ -343,7 +343,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_cache_size_gib: Annotated[
         float,
         KV(
-            "Size limit of that folder, in GiB, shared by the host's instances.",
+            "Size limit of --kv-disk-cache, in GiB, shared by the host's instances.",
             after="kv_disk_cache",
             checks=(POSITIVE,),
         ),
@@ -352,7 +352,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         KV(
             "redis://HOST:PORT, rediss:// or unix://: a store that shares the encrypted blocks of --kv-host-cache. "
-            "Extra shared-cache.",
+            "Needs the extra shared-cache.",
             metavar="URL",
             is_secret=True,
             after="kv_disk_cache_size",
@@ -361,8 +361,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_key_file: Annotated[
         str,
         KV(
-            "File of the disk and shared cache's secrets; default: the cluster's. The first line encrypts; all "
-            "decrypt.",
+            "File of the disk and shared cache's secrets; default: the cluster's. The first one encrypts; all decrypt.",
             metavar="FILE",
             after="kv_shared_cache",
         ),

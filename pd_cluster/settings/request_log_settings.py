@@ -57,7 +57,7 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiet_paths: Annotated[
         tuple[str, ...],
         HTTP(
-            "Paths, separated by commas, that the access log leaves out; enables it for all others.",
+            "Paths, separated by commas, that the access log leaves out; enables the log for others.",
             name="disable_access_log_for_endpoints",
             form=PATHS,
         ),

@@ -172,7 +172,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     pooler: Annotated[
         PoolerConfig,
         TEXT(
-            "JSON object with pooling_type (LAST or MEAN) and use_activation; overrides the model's own for vectors.",
+            "JSON object with pooling_type (LAST or MEAN) and use_activation; overrides the model's own values.",
             name="pooler_config",
             form=_object_of(PoolerConfig),
         ),

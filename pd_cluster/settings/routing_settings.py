@@ -140,7 +140,7 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     uds: Annotated[
         str,
-        SCHEDULER("Unix socket to listen at instead of the public port.", after="api_workers"),
+        SCHEDULER("Unix socket that replaces the public port.", after="api_workers"),
     ] = ""
     scheduler_lease: Annotated[
         str,

@@ -84,8 +84,8 @@ def one_of(known: Sequence[str]) -> Check:
 class Form(NamedTuple):
     """How a value is written, if it differs from the stored value. `read(name, written)` raises ConfigError.
 
-    `takes_mappings`: it is a text that Python callers may give as a mapping. `bare`: the value of a flag that is given
-    without one.
+    `takes_mappings`: it is a text that Python callers may give as a mapping. `bare`: the value of a flag without
+    `=VALUE`.
     """
 
     kind: Any
@@ -145,7 +145,7 @@ class DeclaredSetting:
     @property
     def names(self) -> tuple[str, ...]:
         """Returns its names in Python, the setting's name first."""
-        is_engines = self.setting.scope is Scope.ENGINE  # whether the name in EngineConfig is added
+        is_engines = self.setting.scope is Scope.ENGINE  # these have their field's name in EngineConfig, too
         return tuple(dict.fromkeys((self.name, *self.setting.also, self.field if is_engines else self.name)))
 
     @property

@@ -32,7 +32,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_s: Annotated[
         float,
         WORKERS(
-            "Seconds to open a connection or a link.",
+            "Maximum seconds to open a connection or a link.",
             detail="a connection or a link must open; retried after 0.5 s, doubling to 5 s",
         ),
     ] = 5.0
@@ -73,7 +73,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         float,
         WORKERS(
             "Seconds without progress of an encoder after which a prefill instance computes the image.",
-            detail="prefill computes the images of an idle encoder; those of a busy one after six times as long",
+            detail="the prefill instance computes the image; it waits six times as long for an encoder that is busy "
+            "with other images",
         ),
     ] = 10.0
     collective_timeout_s: Annotated[

@@ -207,7 +207,8 @@ def _or_fail(failed: asyncio.Future[None], do: Callable[[ScriptLine], None], lin
             failed.set_exception(error)
 
 
-MOST_IDS = 1 << 30  # the number of block ids; higher token ids are for prompts, or their ends, without block ids
+# Block ids modulo this number are token ids; ids from here on fill prompts, or ends of prompts, without block ids.
+MOST_IDS = 1 << 30
 
 
 def order_of(arrival: Arrival, number: int) -> RequestSpec:

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-MIN_NUM_TOKENS = 8  # more than the bytes of a character, each of which may be a token
+MIN_NUM_TOKENS = 8  # more than a character's tokens, which are at most its bytes
 ENOUGH_BLANK_TOKENS = 1024  # no decoder drops this many spaces
 MOST_TOKENS_OF_CHARACTER = 64  # including hidden tokens between its bytes
 MOST_UNFINISHED_NBYTES = 3  # maximum number of bytes of an incomplete character in UTF-8
@@ -71,7 +71,9 @@ class LeftContext:
         return places[len(raw) - len(decoder.getstate()[0]) :]
 
     def tail(self, token_ids: list[int], hidden: Collection[int], decode: Callable[[list[int]], str]) -> list[int]:
-        """Returns the last tokens with text: enough that any further token decodes as it does after all tokens."""
+        """Returns a suffix of the tokens, without hidden ones, that has text. Any next token decodes to the same text
+        after this suffix as after all the tokens.
+        """
         size = MIN_NUM_TOKENS
         while size < len(token_ids):
             start = len(token_ids) - size

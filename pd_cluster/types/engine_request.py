@@ -80,7 +80,7 @@ class Request:
     swap_tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # in host memory while swapped out
     block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as needed
     num_hashed_blocks: int = field(default=0, metadata=OWN)  # the blocks of its table that the prefix cache knows
-    num_preemptions: int = field(default=0, metadata=OWN)  # how often it was preempted here
+    num_preemptions: int = field(default=0, metadata=OWN)  # how many times it was preempted here
     is_resumed: bool = field(default=False, metadata=OWN)  # it and its siblings were resumed separately, not forked
     dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they were forked
 

@@ -43,7 +43,7 @@ class EncoderMeet(Message, frozen=True):
 class Encode(Message, frozen=True):
     """Asks for an image's features. `item` is a number that the sender uses only once.
 
-    `deadline_s`: the seconds after which the sender stops waiting for them.
+    `deadline_s`: the seconds after which the sender stops waiting for the features.
     """
 
     item: int

@@ -141,7 +141,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_pulled_tokens: int = 0  # prompt tokens whose KV cache came from another prefill instance's caches
     num_failed_pulls: int = 0  # pulls that brought nothing, so that this instance computed the tokens
     step_tokens: Tally = Tally()  # how many tokens each step computed
-    preemptions: Tally = Tally()  # how often each sequence that ended here was preempted
+    preemptions: Tally = Tally()  # number of preemptions of each sequence that ended here
     num_encoded_images: int = 0  # images that the vision tower computed, including pairs of video frames
     image_encode_s: float = 0.0  # the seconds that computing these images took
     num_encoded_hits: int = 0  # requested images whose features this encoder had kept

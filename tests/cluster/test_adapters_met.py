@@ -59,7 +59,7 @@ def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def num_loads(cluster: LiveCluster, name: str, folder: Path) -> int:
-    """Returns how often an instance's ranks have read this adapter."""
+    """Returns how many times an instance's ranks have read this adapter."""
     return cluster.log_file(name).read_text().count(f" parts of {folder}\n")
 
 

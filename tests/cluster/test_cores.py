@@ -43,7 +43,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def num_changes(cluster: LiveCluster, name: str) -> int:
-    """Returns how often the instance's number of threads has changed."""
+    """Returns how many times the instance's number of threads has changed."""
     return cluster.log_file(name).read_text().count("step continues with")
 
 

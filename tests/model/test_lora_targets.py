@@ -322,7 +322,7 @@ LORA_OF_HEAD = {f"{HEAD}.{A}": (4, 64), f"{HEAD}.{B}": (320, 4)}
         ),
         ("lm_head", {f"{HEAD}.weight": (330, 64)}, r"lm_head: shape \[330, 64\]; this model's module has \[320, 64\]"),
         ("embed_tokens", {f"{EMBED}.weight": ONES * float("nan")}, "embed_tokens: contains NaN or infinity"),
-        ("lm_head", LORA_OF_HEAD, "'lm_head': the file has no weight of it"),
+        ("lm_head", LORA_OF_HEAD, "'lm_head': the file has no weight of this module"),
         ("lm_head", {**LORA_OF_HEAD, f"{HEAD}.weight": ONES}, "lm_head: the file also contains this module as a whole"),
         (
             "q_norm",

@@ -30,7 +30,7 @@ class World:
         self.model, self.rng, self._refuse = model, random.Random(seed), refuse
         layout = layout_of(model.caches, BLOCK_SIZE, "float32")
         self.eager, self.pool = KVPool(layout, NUM_BLOCKS), KVPool(layout, NUM_BLOCKS)
-        self.runs: list[int] = []  # how often each graph was replayed
+        self.runs: list[int] = []  # the number of replays of each graph
         self.num_asked = 0
         self.graphs = self.use()
         self.requests: list[Request] = []

@@ -40,7 +40,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def calls() -> dict[str, int]:
-    """Returns how often each operator was called."""
+    """Returns the number of calls of each operator."""
     bind("npu", (), 0)  # imports torch-npu
     from tests.support.npu_simulated import calls
 

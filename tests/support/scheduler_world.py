@@ -136,7 +136,7 @@ class Scheduler:
 class World:
     """`way_of`: makes a scheduler process's access to the record.
 
-    `removals`: how often an operator removes the record, per 97.8 other events; `remove` removes the real one.
+    `removals`: the operator's removals of the record per 97.8 other events; `remove` removes the real one.
     """
 
     def __init__(

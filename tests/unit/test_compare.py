@@ -89,7 +89,7 @@ BAD = {
     GOOD + '[[server]]\nname = "x"\nurl = "h:80"\n': "server[2].url: 'h:80': expected http://HOST:PORT",
     GOOD + '[[server]]\nname = "x"\nvllm = "no/python"\n': "server[2].vllm: 'no/python': no such file; give a Python",
     GOOD + f'[[server]]\nname = "x"\nvllm = "{sys.executable}"\nflags = ["--port=1"]\n': (
-        "server[2].flags: '--port=1': the comparison gives it; leave it out"
+        "server[2].flags: '--port=1': the comparison sets this flag; leave it out"
     ),
     GOOD + '[[server]]\nname = "x"\nlayout = "1H"\nsettings = { max_num_batched_token = 1 }\n': (
         "server[2].settings.max_num_batched_token: no such setting; did you mean max_num_batched_tokens?"
@@ -101,7 +101,7 @@ BAD = {
         "server[2].settings: --quantization 'w3': expected"
     ),
     GOOD + '[[server]]\nname = "x"\nlayout = "1H"\nsettings = { port = 80 }\n': (
-        "server[2].settings.port: 80: not one that a comparison varies; start that server yourself and give its url"
+        "server[2].settings.port: 80: a comparison cannot vary it; start that server yourself and give its url"
     ),
 }
 

@@ -34,7 +34,7 @@ SLOW_SEEDS = range(1000, 101_000)
 
 
 def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]:
-    """Runs every seed; returns how often each outcome was seen on either side."""
+    """Runs every seed; returns the number of times that each outcome was seen on either side."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         world = world_of(seed)

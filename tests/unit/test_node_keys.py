@@ -278,7 +278,7 @@ def test_nodes_are_believed_in_every_direction(box: Callable[..., Box], world: W
 
 
 def test_a_nodes_key_does_not_make_another_node(box: Callable[..., Box], world: World, tmp_path: Path) -> None:
-    """With node a's key, a worker cannot pass as node b, neither listening nor connecting."""
+    """With node a's key, a worker cannot pose as node b, whether it listens or connects."""
     forged = tmp_path / "forged.key"
     write_node_keys(forged, NodeKeys("b", read_node_keys(Path(world.key("a"))).private))
     false, own = box("decode-0", 7, str(forged)), scheduler(box, world)

@@ -99,7 +99,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (config(model="m", max_model_len=0), "max_model_len 0: must be in 1 to"),
     (config(model="m", revision=5), "revision 5: expected a text"),
     (config(model="m", parallel_drafting=True), "parallel_drafting: not supported; leave it out"),
-    ([*config(model="m"), "--tensor-parallel-size=2"], "--tensor-parallel-size is 2; give 1, or method ngram"),
+    ([*config(model="m"), "--tensor-parallel-size=2"], "needs --tensor-parallel-size 1, but it is 2; give 1, or method ngram"),
     (config(method="eagle", model="m"), "method 'eagle': only EAGLE-3 heads are supported; give eagle3"),
     (config(method="eagle3"), "model: missing; give an EAGLE-3 head: a folder, or a hub's model"),
     (config(method="mimo_mtp"), "no model of that type is served with MTP layers; give mtp with one of deepseek_v3,"),
@@ -107,7 +107,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (config(method=["mtp", "deepseek_mtp"]), "method ['mtp', 'deepseek_mtp']: give each method once"),
     (config(method=["eagle3", "ngram", "mtp"], model="m"), "weights; give one of eagle3 and mtp"),
     (config(method="mtp", draft_tensor_parallel_size=2), "draft_tensor_parallel_size 2: mtp is not split"),
-    (["--spec-method=mtp", "--tensor-parallel-size=2"], "method mtp: only instances of one rank draft with weights"),
+    (["--spec-method=mtp", "--tensor-parallel-size=2"], "method mtp needs --tensor-parallel-size 1, but it is 2"),
     *(
         (config(method=method, model="m", **{key: value}), f"{key}: applies to a draft model, and {method} has none")
         for method, key, value in (

@@ -237,7 +237,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:kv_tier_blocks_bad",
-        "KV blocks that differ from what was written; never used.",
+        "KV blocks read back with wrong content, which are not used.",
         lambda load: load.num_lower_bad,
     ),
     OfInstance(
@@ -524,7 +524,7 @@ SLEEP_STATE = OfCluster(
     "1 for an instance's state, 0 for the others: awake, weights_offloaded (asleep at level 1), discard_all (level 2).",
 )
 WEIGHTS_EPOCH = OfCluster(
-    "pd_cluster:weights_epoch", "How often the weights of an instance's version have been replaced; 0: never."
+    "pd_cluster:weights_epoch", "Number of weight updates up to an instance's version; 0: the original weights."
 )
 UNIT = OfCluster(
     "pd_cluster:unit_info",

@@ -232,7 +232,9 @@ def _check_messages(request: ResponsesRequest) -> None:
     """Raises RequestError if raw messages would show reasoning that the request hides."""
     if request.enable_response_messages and request.include_reasoning is False:
         name = "enable_response_messages"
-        raise RequestError(f"{name}: shows the reasoning that include_reasoning false hides; leave out one", name)
+        raise RequestError(
+            f"{name}: shows the reasoning that include_reasoning false hides; give only one of them", name
+        )
 
 
 def _check_store(request: ResponsesRequest, store: ResponseStore | None) -> None:

@@ -136,7 +136,7 @@ def _contender(raw: Any, where: str, folder: Path) -> ComparedServer:
         found = msgspec.structs.replace(found, vllm=_python_of(found.vllm, folder, where))
         taken = [flag for flag in found.flags if flag.partition("=")[0] in VLLM_FLAGS_TO_GIVE]
         if taken:
-            raise ConfigError(f"{where}.flags: {taken[0]!r}: the comparison gives it; leave it out")
+            raise ConfigError(f"{where}.flags: {taken[0]!r}: the comparison sets this flag; leave it out")
     elif not re.fullmatch(r"https?://[^\s/?#]+(/v1)?/?", found.url):
         raise ConfigError(f"{where}.url: {found.url!r}: expected http://HOST:PORT")
     return found
@@ -152,7 +152,7 @@ def _check_layout(found: ComparedServer, where: str) -> None:
     for name in found.settings:
         if name in settings() and name not in known:
             raise ConfigError(
-                f"{where}.settings.{name}: {found.settings[name]!r}: not one that a comparison varies; start that "
+                f"{where}.settings.{name}: {found.settings[name]!r}: a comparison cannot vary it; start that "
                 "server yourself and give its url"
             )
         if name not in known:

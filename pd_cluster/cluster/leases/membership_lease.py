@@ -16,7 +16,7 @@ import msgspec
 from pd_cluster.process_messages import Service
 from pd_cluster.types import Role
 
-RENEWALS = 5  # how often a lease is renewed within its duration
+RENEWALS = 5  # renewals of a lease within its duration
 
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -74,8 +74,8 @@ def _compare(new: Place, entries: Mapping[str, Instance], running: Sequence[Inst
         name = places.get((instance.host, *instance.device_ids))
         if name is not None and name != instance.name:
             raise ConfigError(
-                f"{file} renames {instance.name} to {name}, but it is running: names follow the order of the table, so "
-                "only the last entries of a group can be removed"
+                f"{file} renames {instance.name} to {name}, but that instance is running: names follow the order of "
+                "the table, so only the last entries of a group can be removed"
             )
     for instance in running:
         if instance.name in entries and (instance.host, *instance.device_ids) not in places:

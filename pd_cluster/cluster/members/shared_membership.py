@@ -28,7 +28,7 @@ from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOKS = 10  # how often the record is read within a lease's duration
+LOOKS = 10  # reads of the record within a lease's duration
 SETTLE_S = 0.5  # the least `settle_s`
 LARGEST_WISH_NBYTES = 96  # an instance's service, next role and time to drain, as JSON
 OTHER_NBYTES = 1024  # the size of a record without its list
@@ -224,8 +224,8 @@ class SharedMembership:
             self._membership.wake()
 
     def _follow(self, record: LeaseRecord) -> None:
-        """Applies the owner's list. A list that was made for another table may be old, so it is applied only after its
-        owner has renewed it.
+        """Applies the owner's list. If the first record that is read was made for another rank table, its list may be
+        stale, so this waits for the owner's next record.
         """
         if record == self._followed or record.holder == self.ownership.own:
             return
@@ -258,7 +258,7 @@ class SharedMembership:
         )
 
     def _has_capacity(self, new: Instance) -> bool:
-        """Whether the record has room for this instance, even with requests for all instances."""
+        """Whether the record has room for this instance, even if an operator changes every instance."""
         listed = [*self._members(), self._listed(new)]
         nbytes = len(msgspec.json.encode(listed)) + LARGEST_WISH_NBYTES * len(listed) + OTHER_NBYTES
         return nbytes <= self._store.max_record_nbytes

@@ -130,8 +130,8 @@ class DraftSize:
     def depth(self, requests: Sequence[Request], drafter: str, costs: StepCosts, num_rows: int, most: int) -> int:
         """Returns how many drafts for each sequence, at most `most`, are worth the time to make and verify them.
 
-        `costs`: the time of one draft, by number of sequences. If that time is unknown, the answer is 1, to measure it,
-        provided that drafts would pay if they took no time. The time is not assumed to be short, because a drafter
+        `costs`: the time of one draft, by number of sequences. If that time is unknown, and drafts would pay if they
+        took no time, returns 1 to measure it. The time is not assumed to be short, because a drafter
         may have many tokens to catch up with before its first draft.
         """
         num_seqs, plain_s = len(requests), self._plain_s(num_rows)

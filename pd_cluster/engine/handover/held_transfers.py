@@ -11,8 +11,8 @@ from pd_cluster.types import Note
 class HeldTransfers:
     """Transfers whose KV cache is complete and still in its blocks.
 
-    Two threads may take a transfer; only the first gets it. The mailbox's thread takes it to confirm it to D; the
-    engine's thread takes it to release the blocks of an abandoned one.
+    Two threads may take a transfer; only the first gets it. The mailbox's thread takes a transfer to
+    confirm it to D; the engine's thread takes an abandoned transfer to release its blocks.
     """
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ class StepScheduler:
         self.holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for
-        self.known = self._checkpoints.reached or self.blocks  # contents after which another request can begin
+        self.known = self._checkpoints.reached or self.blocks  # cached blocks from which a request can continue
         self._turns = LoraRotation(most_adapters) if most_adapters else None
         self._keeps_images_whole = keeps_images_whole
         self._share = StepShare(max_num_batched_tokens, self.block_size, cost)
@@ -350,8 +350,8 @@ class StepScheduler:
     def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
         """Whether a request can enter a step that is planned ahead.
 
-        It must need neither the host nor blocks from host memory or of a parked beam. A request without pixels may end
-        when it is admitted, and only a step that is not planned ahead can report that.
+        It must need neither the host nor blocks from host memory or of a parked beam. A request that lacks pixels
+        may fail at admission, and only a step that is not planned ahead can report this.
         """
         needs_host = request.lacks_pixels or request.is_swapped or self.allocator.parked(request)
         return may_go(request) and not (needs_host or self.allocator.enters_with_moves(request))

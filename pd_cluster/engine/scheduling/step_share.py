@@ -47,7 +47,7 @@ class StepShare:
         """Returns which prompts give way to shorter ones in this step; None if none does.
 
         Shorter prompts get at most OTHERS_SHARE of the tokens that decodes leave in the step; a long prompt gets the
-        rest. `due`: running requests, decodes first. `least`: the tokens that a pooled prompt among them takes at once.
+        rest. `due`: running requests, decodes first. `least`: the least share if one of the shorter prompts is pooled.
         """
         prompts = list(takewhile(lambda request: request.num_behind > 1, reversed(due)))
         long = [request for request in prompts if request.num_tokens > self._long_from]

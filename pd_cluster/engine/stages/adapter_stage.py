@@ -35,7 +35,7 @@ class OwnerRotation:
         self._num_turns = 0
 
     def last(self, owners: Collection[bytes]) -> int:
-        """Returns the earliest turn in which one of these owners had its last load; 0 if one has had none."""
+        """Returns the earliest turn in which one of these owners had its last load; 0 if one never had any."""
         return min(self._last.get(owner, 0) for owner in owners)
 
     def took(self, owners: Collection[bytes]) -> None:

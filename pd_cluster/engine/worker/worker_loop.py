@@ -30,7 +30,7 @@ class Job(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is in progress that uses memory which sleep would free."""
+        """Whether the worker can go to sleep: no running request uses memory that would be freed."""
 
     @property
     def is_over(self) -> bool:

@@ -33,7 +33,7 @@ NUM_HASH_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """`is_forever`: its name contains its hash. `packed`: the content, gzipped."""
+    """`is_forever`: its content never changes, because its name contains the hash. `packed`: the content, gzipped."""
 
     content: bytes
     packed: bytes

@@ -134,7 +134,7 @@ class EncoderLinks:
     def fetch(self, conn: str, done: wire.EncodeDone, shape: Shape | None) -> None:
         """Starts to read features; FeaturesRead or `lost` follows.
 
-        `shape` None: no leg needs them, but they may still arrive.
+        `shape` None: no leg needs the features, but they may still arrive.
         """
         if (reader := self._readers.get(conn)) is not None:
             reader.read(done, shape)

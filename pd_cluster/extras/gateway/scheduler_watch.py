@@ -67,8 +67,8 @@ class SchedulerWatch:
     async def _endpoints(self, address: Address) -> list[str]:
         """Returns the IP addresses of a name; the last known ones while it cannot be resolved.
 
-        Waits for the look-up that it begins only if no addresses are known and the last look-up did not fail, so that
-        names that cannot be resolved do not delay others.
+        Begins a look-up, but waits for it only if no addresses are known and the last look-up did not fail. So names
+        that cannot be resolved do not delay others.
         """
         name = _written(address)
         if is_ip(address[0]):

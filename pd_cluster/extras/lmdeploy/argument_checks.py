@@ -45,7 +45,7 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> 
 
 
 def refuse(owner: str, given: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Refuses arguments. `refused`: name -> (values without effect, reason to refuse others). Raises ConfigError."""
+    """Refuses arguments. `refused`: name -> (values without effect, error for others). Raises ConfigError."""
     for name, (neutral, why) in refused.items():
         if name in given and not any(_is(given[name], value) for value in neutral):
             raise ConfigError(f"{owner}.{name} {reprlib.repr(given[name])}: {why}")

@@ -52,7 +52,7 @@ def options_of(
 class Call:
     """`do_preprocess`: whether the call's or the engine's chat template makes the prompt.
 
-    The fields in OLD are deprecated. None: their own defaults, which differ from GenerationConfig's.
+    The fields in OLD are deprecated. Their defaults are in OLD, and differ from GenerationConfig's.
     """
 
     do_preprocess: bool = True

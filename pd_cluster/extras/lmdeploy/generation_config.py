@@ -102,7 +102,7 @@ class Response:
 
 @dataclass
 class GenOut:
-    """A step of `generate`: the new text, and the counts of all so far.
+    """A step of `generate`: its new text, and the counts of all tokens so far.
 
     `history_token_len` counts the session's tokens before this turn, `input_token_len` those that the turn added.
     """

@@ -148,7 +148,7 @@ async def whole_answers(
 
 
 def _whole(choices: list[Response]) -> Response:
-    """Returns the first response, which contains all of them if there are several."""
+    """Returns the first choice's response; if there are several choices, its `choices` has them all."""
     return replace(choices[0], choices=choices) if len(choices) > 1 else choices[0]
 
 

@@ -16,8 +16,8 @@ CLIP = "clip_vision_model"
 class SquareRules(ImageRules, frozen=True):
     """A picture is a square of `side` x `side` pixels with `num_each` tokens.
 
-    It is resized to this size or, with `crops`, resized so that its shorter side is `shortest`, and cropped to its
-    middle.
+    A picture is resized to this size or, with `crops`, resized until its shorter side is `shortest` and then cropped to
+    its middle.
     """
 
     side: int

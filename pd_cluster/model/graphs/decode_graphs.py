@@ -92,7 +92,7 @@ class _Graph(NamedTuple):
 class GraphRules:
     """For which steps graphs are captured, and when.
 
-    `is_for_any_context`: a graph's work is not divided by the context length. `is_alone`: no other rank captures the
+    `is_for_any_context`: one graph serves all context lengths. `is_alone`: no other rank captures the
     same graphs, so this rank may skip some. `only_at_start`: only `prepare` captures graphs, and a step uses the next
     larger size that was captured.
     """

@@ -148,7 +148,7 @@ def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, shar
         head = adapters.attach_head(head, "lm_head", model.lm_head.out_features, model.lm_head.in_features)
     del model.lm_head
     is_wide = is_narrow(embedding)
-    if is_wide or packs(embedding.weight):  # otherwise the head uses this weight, or one of its own
+    if is_wide or packs(embedding.weight):  # otherwise the head shares this weight, or has its own
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         if tied:
             log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")

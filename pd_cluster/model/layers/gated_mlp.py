@@ -184,7 +184,9 @@ def _routing(block: Any, gate: Any) -> Routing:
             return routing
         return replace(routing, num_groups=int(gate.num_group), top_groups=int(gate.topk_group))
     renormalise = bool(getattr(gate, "norm_topk_prob", True))
-    statics = getattr(gate, "moe_statics", block)  # in ERNIE 4.5 the gate has this; in MiniMax-M2 and Hy3 the block
+    statics = getattr(
+        gate, "moe_statics", block
+    )  # has the bias: in ERNIE 4.5 a module of the gate; in MiniMax-M2 and Hy3 the block
     bias = getattr(gate, "e_score_correction_bias", getattr(statics, "e_score_correction_bias", None))
     if kind == "Lfm2MoeTopKRouter":
         bias = block.expert_bias.detach().float() if block.use_expert_bias else None

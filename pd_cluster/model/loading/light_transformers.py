@@ -32,7 +32,7 @@ def _unmarked(function: Any = None, *_: object, **__: object) -> Any:
 
 
 class _ByName(types.ModuleType):
-    """A package that runs its own `__init__` only when a name is accessed that is not one of its modules."""
+    """A package whose own `__init__` runs only when a name that is not one of its modules is accessed."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__" and self.__name__ == "transformers":

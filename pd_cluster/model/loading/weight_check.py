@@ -31,7 +31,8 @@ BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # also for single tokens: see states/
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:(?:original_)?inv_freq|(?:cos|sin)_cached)$")
 LAYER = re.compile(r"(?:^|\.)layers\.(?P<index>\d+)\.")
 NUM_LAYERS = "num_hidden_layers"
-# The number of layers for speculative decoding, stored after the last layer. transformers ignores some of them by name.
+# The field with the number of layers for speculative decoding, whose weights follow the last layer's. transformers
+# ignores some of them by name.
 NUM_FURTHER_LAYERS = "num_nextn_predict_layers"
 
 

@@ -33,7 +33,7 @@ def share_of(
     flag = _flag(config)
     if num_members > 1 and device.is_accelerator and (why := why_none(device.dist_backend, device)):
         raise ConfigError(
-            f"{flag}: {why}, which instances need to exchange the rows of experts; remove it, and give "
+            f"{flag}: instances of a unit exchange the rows of experts, but {why}; remove the flag, and give "
             f"{called('enable_expert_parallel')} with a larger {called('tensor_parallel_size')} to spread the experts "
             f"of one instance"
         )

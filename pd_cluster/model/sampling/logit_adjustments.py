@@ -72,7 +72,7 @@ class Adjustment:
 
     @property
     def counts(self) -> Floats:
-        """How often each of `penalized` occurs in the output, [num_penalized]."""
+        """The number of occurrences of each of `penalized` in the output, [num_penalized]."""
         return self._counts[: len(self._slots)]
 
     def follow(self, request: Request) -> None:

@@ -179,7 +179,7 @@ class Tower:
 
 
 def shared(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the rank of each item: largest items first, each to the lowest of the ranks with the least so far."""
+    """Returns the rank of each item. The largest goes first, each to the rank with the least so far (the lowest)."""
     loads, found = [0] * num_ranks, [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
         found[at] = loads.index(min(loads))

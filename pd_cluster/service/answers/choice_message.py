@@ -94,8 +94,8 @@ class ChoiceText:
         return self._delta(parts), _with_tokens(piece, tokens)
 
     def finish(self, piece: Piece) -> tuple[Delta | None, Piece]:
-        """Returns the delta of the text that was held back, or None, and the piece. `piece`: the last one that `read`
-        returned; the tokens of that text are added to it.
+        """Returns the delta of the text that was held back, or None; and `piece`, the last piece that `read` returned,
+        with the tokens of this text.
         """
         parts = self._reader.finish()
         if self._shares is not None:

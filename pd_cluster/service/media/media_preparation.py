@@ -230,7 +230,9 @@ class MediaPreparation:
         assert self._vision is not None
         for image in item.images if isinstance(item, Video) else item[:1]:
             if problem := self._vision.rules.size_problem(image):
-                raise _refusal(source, f"its min_pixels are too close to the folder's max_pixels: {problem}; lower it")
+                raise _refusal(
+                    source, f"its min_pixels are too close to the folder's max_pixels: {problem}; lower them"
+                )
 
     async def _counted(self, source: Source, given: Sequence[Any], salt: str) -> Item:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd_cluster.text.tokenizer import Tokenizer
 
-Offsets = list[list[int]]  # of each token, its first character and the one after its last
+Offsets = list[list[int]]  # for each token, the indexes of its first character and of the one after its last
 
 
 def offsets_of(tokenizer: Tokenizer, text: str, special: bool, token_ids: list[int]) -> Offsets | None:

@@ -19,8 +19,8 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
 class OutLane:
     """P's end of one lane.
 
-    `answered`: the transports that D's rank has chosen so far. `ready`: set once a probe has passed over one of them.
-    `peer`: the layout of D's pool on that rank, set once it has answered.
+    `answered`: the transports that D's rank has chosen so far. `ready`: set once a probe has arrived over one.
+    `peer`: the layout of D's pool on that rank, set once the rank has answered.
     """
 
     lane: Lane

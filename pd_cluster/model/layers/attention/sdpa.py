@@ -189,7 +189,7 @@ def _attend(
     v: torch.Tensor,
     batch: ForwardBatch,
     scoring: Scoring,
-    limits: torch.Tensor | None = None,  # [query_len]: the end of each query's visible keys; None: up to its own
+    limits: torch.Tensor | None = None,  # [query_len]: the end of each query's visible keys; None: its own position
 ) -> torch.Tensor:
     """Attends for one sequence. Returns [num_heads, query_len, head_dim]."""
     num_heads, query_len, head_dim = q.shape

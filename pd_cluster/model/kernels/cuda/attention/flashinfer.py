@@ -125,7 +125,8 @@ class _Planner:
 
     def plan(self, pages: _Pages, table: torch.Tensor, shape: _Shape, step: object, device: Device) -> None:
         table = table[: int(pages.page_starts[-1])]
-        self.copied.wait()  # waits at most for the step before last: plans precede a step's layers
+        # The previous plan was copied before its step's layers, so this waits at most for the step before that one.
+        self.copied.wait()
         if self.decodes:
             self.wrapper.plan(
                 indptr=pages.page_starts,
@@ -178,8 +179,9 @@ class FlashInfer:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device.torch_name)
-        self._eager: dict[tuple[bool, int], _Planner] = {}  # by kind, and by the number of shapes planned before
-        self._graph_plans: list[torch.Tensor] = []  # by the same number: the plan of the graph that is being replayed
+        self._eager: dict[tuple[bool, int], _Planner] = {}  # (whether it decodes, index of the shape in its step)
+        # By a shape's index in its step: the memory of its plan. All graphs share it, as only one replays at a time.
+        self._graph_plans: list[torch.Tensor] = []
 
     def attend_batch(
         self,

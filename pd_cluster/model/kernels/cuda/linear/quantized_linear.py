@@ -24,7 +24,7 @@ TILE, IN_WORD = 128, 8  # inputs in a tile of words, and codes in a word: see qu
 LEAST_GROUP = TILE // IN_WORD  # the fewest inputs that may share a scale: the inputs of one slot
 INT4, E2M1, INT8, E4M3, ROUNDED, PLAIN = range(6)
 EXACT = float(1 << 23)
-MOST_ZERO = 1 << 20  # the largest zero point of codes in words, up to which sums with EXACT are exact
+MOST_ZERO = 1 << 20  # the largest zero point of codes in words for which sums with EXACT are exact
 DECODED_ROWS = 16  # outputs that a program decodes
 ROUND_BLOCK = 8192  # inputs that a program rounds at once
 

@@ -86,7 +86,7 @@ class StepSlots(NamedTuple):
 
     @classmethod
     def of(cls, rows: StateRows, in_chunks: bool) -> StepSlots:
-        """Returns the slots of a step; its first layer makes them. `in_chunks`: long sequences have other kernels."""
+        """Returns a step's slots, which its first layer makes. `in_chunks`: other kernels compute long sequences."""
         known = rows.kernel_state
         if not isinstance(known, cls) or known.in_chunks != in_chunks:
             device = rows.pool.device

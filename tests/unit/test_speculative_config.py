@@ -99,7 +99,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (config(model="m", max_model_len=0), "max_model_len 0: must be in 1 to"),
     (config(model="m", revision=5), "revision 5: expected a text"),
     (config(model="m", parallel_drafting=True), "parallel_drafting: not supported; leave it out"),
-    ([*config(model="m"), "--tensor-parallel-size=2"], "needs --tensor-parallel-size 1, but it is 2; give 1, or method ngram"),
+    (
+        [*config(model="m"), "--tensor-parallel-size=2"],
+        "needs --tensor-parallel-size 1, but it is 2; give 1, or method ngram",
+    ),
     (config(method="eagle", model="m"), "method 'eagle': only EAGLE-3 heads are supported; give eagle3"),
     (config(method="eagle3"), "model: missing; give an EAGLE-3 head: a folder, or a hub's model"),
     (config(method="mimo_mtp"), "no model of that type is served with MTP layers; give mtp with one of deepseek_v3,"),

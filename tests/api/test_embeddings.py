@@ -111,7 +111,7 @@ def test_rerank_puts_the_nearest_first(cluster: LiveCluster, model: Path, tokeni
         ("/v1/embeddings", {"input": ["x"] * 2049}, "input: 2049 are more than the 2048"),
         ("/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions 65: this model's vectors have 64"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format: 'hex'"),
-        ("/v1/embeddings", {"input": "x", "priority": 3}, "priority: 3; this server serves requests in order"),
+        ("/v1/embeddings", {"input": "x", "priority": 3}, "priority: 3; this server ignores priorities"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1: 2 texts, but text_2 has 3"),
         ("/rerank", {"query": "a", "documents": ["b", 5]}, "documents.1"),
     ],

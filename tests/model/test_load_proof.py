@@ -39,7 +39,7 @@ Checkpoints = Callable[..., Path]
 OUTSIDE: dict[str, tuple[dict[str, Any], str]] = {
     "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 3}, "mpt cannot run with paged attention"),
     "doge": ({}, "DogeAttention attends with attention_mask, which paged attention does not support"),
-    "jamba": ({}, r"layer_types \['linear_attention'\]: only full, sliding and indexed attention are supported"),
+    "jamba": ({}, r"layer_types \['linear_attention'\]: only full, sliding and indexed attention and the states of"),
 }
 
 

@@ -67,7 +67,7 @@ def test_instances_exchange_rows_wherever_torch_has_groups(
     found = Checkpoint.of(config)
     backend = Device(kind).dist_backend.upper()
     monkeypatch.setattr("pd_cluster.devices.device.process_group", lambda device: None)
-    with pytest.raises(ConfigError, match=f"--data-parallel-size 2: torch has no {backend} for {kind}:0 here, which"):
+    with pytest.raises(ConfigError, match=f"--data-parallel-size 2: .* torch has no {backend} for {kind}:0 here"):
         share_of(config, found, alone, Device(kind), unit)
     monkeypatch.setattr("pd_cluster.devices.device.process_group", lambda device: object)
     assert not LoadPlan.of(config, SingleRank(), Device(kind), unit).goes_ahead

@@ -207,7 +207,7 @@ def test_what_has_no_such_head_is_refused_by_name(tmp_path: Path, checkpoint: Ch
     for change, error in (
         (
             {"eh_proj.weight": whole["model.layers.3.eh_proj.weight"][:, :64]},
-            r"eh_proj: \[64, 64\], but \[64, 128\] is",
+            r"eh_proj: its shape is \[64, 64\], not \[64, 128\]",
         ),
         ({"mlp.gate.weight": None}, r"lack 1 weights.*gate.*\(layer 0 in this message is layer 3 of"),
     ):

@@ -141,5 +141,5 @@ def test_a_conversation_spells_pictures_out() -> None:
 
 def test_a_picture_that_does_not_fit_a_step() -> None:
     folder = shared_folder(make_kind, "gemma3")
-    with pytest.raises(ConfigError, match=r"a picture's 4 tokens are computed in one step .* give at least 11, or"):
+    with pytest.raises(ConfigError, match=r"computes a picture's 4 tokens in one step, .* give at least 11, or"):
         make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 10})

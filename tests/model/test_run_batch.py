@@ -416,7 +416,7 @@ def test_what_cannot_be_done_is_one_line(
         (tmp_path / name).write_bytes(content)
     for *paths, words in (
         ("/no/such/file", "out", "-i /no/such/file: cannot be read: No such file"),
-        ("in", "HTTP://host/out", "-o HTTP://host/out: only files"),
+        ("in", "HTTP://host/out", "-o HTTP://host/out: must be a file"),
         ("in", "/no/such/folder/out", "cannot be written: No such file"),
         ("in", "in", "the same file as the input"),
         ("in", "notes", "notes: line 1 is not an answer of a batch"),

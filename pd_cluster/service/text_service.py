@@ -162,7 +162,7 @@ class TextService:
         found = []
         for at, token_ids in enumerate(await self.intake.token_ids(request, prompts, special, caller)):
             shown = await self._pictures.place(token_ids, (), "prompt")
-            generation = self.intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
+            generation = await self.intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
             generation.first_choice = at * generation.num_choices
             generation.received_s = received_s
             found.append(generation)
@@ -191,7 +191,7 @@ class TextService:
                 prompt = self.spelled(PromptText(prompt), pictures).text
             (token_ids,) = await self.intake.token_ids(request, [prompt], True, caller)
             shown = await self.illustrated(token_ids, pictures)
-        generation = self.intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
+        generation = await self.intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s
         return generation
 

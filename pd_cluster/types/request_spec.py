@@ -88,7 +88,7 @@ def largest_id(token_ids: Sequence[int]) -> int:
     return max(token_ids, default=-1)
 
 
-class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
+class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, dict=True, weakref=True):
     """A request's parameters, carried whole from validation to the engines and never changed.
 
     A field that is added here reaches every sequence of every attempt. Requests share cached KV only if they have the

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import cast
+
 import msgspec
 
+from pd_cluster.types import RequestSpec
 from pd_cluster.wire.encoder_messages import (
     Encode,
     EncodeAbort,
@@ -122,6 +126,7 @@ class _SealedEnvelope(msgspec.Struct, frozen=True, array_like=True):
     body: msgspec.Raw
 
 
+LONG_NUM_TOKENS = 1 << 14
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
 _header_decoder: msgspec.msgpack.Decoder[KVHeader] = msgspec.msgpack.Decoder(KVHeader)
@@ -133,7 +138,31 @@ def encode(envelope: Envelope) -> bytes:
 
 def encode_body(body: Body) -> msgspec.Raw:
     """Encodes a body. The sender's thread calls it, so that an encoding error reaches the sender, not the mailbox."""
+    if isinstance(body, Submit) and len(body.order.prompt_token_ids) >= LONG_NUM_TOKENS:
+        body = msgspec.structs.replace(body, order=cast(RequestSpec, _latest_order.encode(body.order)))
     return msgspec.Raw(_encoder.encode(body))
+
+
+class _LatestOrder:
+    """The encoding of the latest order with a long prompt: both legs of a request carry the same order."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[weakref.ref[RequestSpec], msgspec.Raw] | None = None
+
+    def encode(self, order: RequestSpec) -> msgspec.Raw:
+        latest = self._latest
+        if latest is not None and latest[0]() is order:
+            return latest[1]
+        encoded = msgspec.Raw(_encoder.encode(order))
+        self._latest = weakref.ref(order, self._forget), encoded
+        return encoded
+
+    def _forget(self, gone: weakref.ref[RequestSpec]) -> None:
+        if self._latest is not None and self._latest[0] is gone:
+            self._latest = None
+
+
+_latest_order = _LatestOrder()
 
 
 def encode_header(header: KVHeader) -> bytes:

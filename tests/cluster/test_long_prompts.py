@@ -32,6 +32,7 @@ TINY: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "max_position_embeddings": 1 << 21,
+    "vocab_size": 150_000,  # larger numbers take longer to decode
 }
 MOST_MEMORY_MIB, MOST_HELD_S = 200, 0.05
 STEP_TOKENS = 2048
@@ -53,7 +54,7 @@ class Streamed(NamedTuple):
 
 def tokens_of(number: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(number)]
+    return [rng.randrange(TINY["vocab_size"]) for _ in range(number)]
 
 
 def stream(cluster: LiveCluster, prompt: list[int] | str, max_tokens: int) -> Streamed:

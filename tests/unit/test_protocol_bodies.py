@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 
+import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.errors import RequestError
@@ -92,7 +93,7 @@ def num_containers(value: object) -> int:
 @settings(max_examples=100, deadline=None)
 @given(json_values)
 def test_containers_are_counted_as_brute_force_does(value: object) -> None:
-    assert structure(json.dumps(value).encode()).count(b"[") == num_containers(value)
+    assert structure(json.dumps(value).encode()).brackets.count(b"[") == num_containers(value)
 
 
 @settings(max_examples=20, deadline=None)
@@ -101,8 +102,30 @@ def test_a_chunk_s_end_changes_nothing(pieces: list[str], shift: int) -> None:
     """A chunk may end anywhere: in a string, or between a backslash and the escaped character."""
     text = "".join(pieces)
     inner = json.dumps("x" * (json_body.CHUNK_NBYTES - 20 + shift) + text)
-    assert structure(f'[{inner}, {json.dumps(text)}, {{"a": [{inner}]}}]'.encode()) == b"[[[]]]"
-    assert structure(b'["' + b"\\" * 2 * (json_body.CHUNK_NBYTES + shift) + b'", [0]]') == b"[[]]"
+    assert structure(f'[{inner}, {json.dumps(text)}, {{"a": [{inner}]}}]'.encode()).brackets == b"[[[]]]"
+    assert structure(b'["' + b"\\" * 2 * (json_body.CHUNK_NBYTES + shift) + b'", [0]]').brackets == b"[[]]"
+
+
+long_arrays = st.lists(
+    st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False), min_size=20
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.recursive(json_values | long_arrays, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_numbers_decoded_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, value: object) -> None:
+    monkeypatch.setattr(json_body, "CHUNK_NBYTES", 16)
+    assert json_body.decoded(json.dumps(value).encode()) == value
+
+
+@pytest.mark.parametrize(
+    "body", ["[1, 2, %s 3x, 4]", "[1, 2, %s , 4]", '{"a": 1, %s "b": 2}', "1, %s 2", '["a", %s, 1"']
+)
+def test_an_error_within_many_numbers_names_its_place(body: str) -> None:
+    whole = (body % ("7, " * json_body.CHUNK_NBYTES)).encode()
+    with pytest.raises(msgspec.DecodeError) as reason:
+        msgspec.json.decode(whole)
+    assert str(refused(whole)) == f"the body is not JSON: {reason.value}"
 
 
 def names(number: int) -> bytes:

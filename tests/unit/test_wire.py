@@ -70,6 +70,17 @@ EXTREME: list[wire.Body] = [
 ]
 
 
+def test_a_long_order_arrives_whole_whichever_was_encoded_before() -> None:
+    """Both legs of a request carry one order, whose encoding is kept while it lives."""
+    orders = [RequestSpec([at] * 20_000, Sampling(seed=at)) for at in (1, 2)]
+    for order in (orders[0], orders[0], orders[1], orders[0], RequestSpec([3] * 20_000, Sampling())):
+        for leg in ("prefill", "decode"):
+            submit = wire.Submit("r", 1, "t", leg, "peer", order, 2.5, weight=7)
+            sealed = wire.seal("s", 1, 2, wire.encode_body(submit))
+            assert wire.decode(sealed).body == submit
+            assert sealed == wire.encode(wire.Envelope("s", 1, 2, submit))
+
+
 def test_extremes_are_within_the_limits() -> None:
     for body in EXTREME:
         assert wire.decode(wire.encode(wire.Envelope("prefill-0", 1, 2, body))).body == body

@@ -170,12 +170,18 @@ class Prompt:
         return counts
 
     async def look_up(self, pool: PoolKind, known: KnownBlocks) -> None:
-        """Computes the keys that `num_cached` reads, a slice at a time, so that other tasks run in between."""
-        keys, num_blocks = self.keys[pool], 0
-        while sum(known.leading(keys[num_blocks:]).values()) == len(keys) - num_blocks:
-            num_blocks = len(keys)
-            self.keys.extend(pool)
+        """Counts what `num_cached` reads, a slice of keys at a time, so that other tasks run in between."""
+        num_changes, keys, num_blocks = known.num_changes, self.keys[pool], 0
+        counts: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        while sum(counts.values()) == num_blocks:
+            if num_blocks == len(keys):
+                self.keys.extend(pool)
+            part = keys[num_blocks : num_blocks + SLICE_NUM_BLOCKS]
+            for tier, count in known.leading(part).items():
+                counts[tier] += count
+            num_blocks += len(part)
             await asyncio.sleep(0)
+        self._counts[known] = num_changes, counts  # counted again if blocks have changed meanwhile
 
     def num_held(self, pool: PoolKind, known: KnownBlocks) -> int:
         """Returns how many of the prompt's first tokens are in device or host memory."""

@@ -78,7 +78,7 @@ class ChatPreprocessor:
         asked, may_be_cut = tools_of(request, bool(self._form.tool_parser)), request.truncate_prompt_tokens is not None
         shown = await self.prompt(request, may_be_cut, caller, allows_control_tokens, pictures)
         plan = await self._planned(request, answer, asked, shown, caller, variant)
-        generation = self.intake.generation(request, plan.shown, None, "messages", plan.shared)
+        generation = await self.intake.generation(request, plan.shown, None, "messages", plan.shared)
         if plan.reads:
             form, (tools, choice, most_calls, _) = self._form, plan.asked
             generation.new_reader = lambda: form.reader(choice, plan.end, most_calls, tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import Collection
@@ -28,6 +29,7 @@ from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
 MAX_PREDICTED_TOKENS = 1 << 20  # the most tokens of a prediction times the number of prompts; the rest is ignored
 MAX_GUIDES_NUM_CHARS = 1 << 20  # the most characters of a guide times the number of prompts, each of which has a copy
+SLICE_NUM_TOKENS = 1 << 17  # checked without a pause, in a few milliseconds
 
 
 class SharedFields(NamedTuple):
@@ -110,7 +112,7 @@ class RequestPreprocessor:
             return found
         return found[: next(at for at, token_id in enumerate(found) if token_id >= vocab_size)]
 
-    def generation(
+    async def generation(
         self,
         request: GenerationRequest,
         shown: PromptWithMedia,
@@ -129,8 +131,7 @@ class RequestPreprocessor:
                 "truncate_prompt_tokens: a prompt with images cannot be truncated; send a shorter one",
                 param="truncate_prompt_tokens",
             )
-        if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= self.limits.vocab_size:
-            raise RequestError(f"{param}: token ids must be in 0 to {self.limits.vocab_size - 1}", param=param)
+        await self._check_ids(token_ids, param)
         wanted = self._max_tokens(request, len(token_ids), default_max_tokens, param, shared)
         sampling = self._sampling(request, wanted, len(token_ids), shared)
         sequences = self._sequences(request, sampling, shared.markers, token_ids)
@@ -164,6 +165,16 @@ class RequestPreprocessor:
             arrived=shared.caller.arrived,
             hold=shown.hold,
         )
+
+    async def _check_ids(self, token_ids: list[int], param: str) -> None:
+        """Checks that the model has these tokens; other tasks run between slices of a long prompt."""
+        vocab_size = self.limits.vocab_size
+        for start in range(0, len(token_ids), SLICE_NUM_TOKENS):
+            if start:
+                await asyncio.sleep(0)
+            ids = token_ids[start : start + SLICE_NUM_TOKENS]
+            if min(ids) < 0 or max(ids) >= vocab_size:
+                raise RequestError(f"{param}: token ids must be in 0 to {vocab_size - 1}", param=param)
 
     def check(self, request: GenerationRequest, num_tokens: int, param: str, shared: SharedFields) -> None:
         """Checks the limits as `generation` does, except the prompt's length. Raises RequestError."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 36
+PROTOCOL_VERSION = 37
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_OFFER_NBYTES = 4096  # the size of a transport's data in an offer
 KEY_NBYTES = 32

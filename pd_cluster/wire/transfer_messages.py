@@ -26,12 +26,14 @@ class Pull(Message, frozen=True):
     """Asks a prefill instance for the KV cache of the first `num_tokens` tokens of a request's prompt, if its caches
     have it.
 
-    The answer is an `Offer` of at most this many tokens, or `Revoke`.
+    The answer is an `Offer` of at most this many tokens, or `Revoke`. `root`: the hash from which the sender chains the
+    hashes of the prompt's blocks. If the receiver's differs, for example because its weights do, it has no such blocks.
     """
 
     transfer_id: str
     order: RequestSpec
     num_tokens: int
+    root: bytes
 
 
 class Credit(Message, frozen=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
+from msgspec import structs
 
 from pd_cluster.bench.request_arrivals import Arrival
 from pd_cluster.cluster.instances.instance_state import Instance
@@ -59,14 +60,18 @@ def pull(num_tokens: int = 40, salt: str = "") -> Request:
     return request
 
 
+def lent_by(lender: StepScheduler, asked: Request) -> bool:
+    return lender.lend(asked, lender.root(asked))
+
+
 @pytest.mark.parametrize("rules", [(), (STATE,), (Rule("window", 6),)], ids=["all", "state", "window"])
 def test_a_beginning_is_lent_landed_and_found(rules: tuple[Rule, ...]) -> None:
     """After a pull, neither end holds blocks or has used a place in a step, and other salts find nothing."""
     lender, puller = engine(*rules), engine(*rules)
     compute(lender)
     lent, landing = pull(), pull()
-    assert not lender.lend(pull(salt="other"))
-    assert lender.lend(lent)
+    assert not lent_by(lender, pull(salt="other"))
+    assert lent_by(lender, lent)
     assert (lent.status, lent.prompt_token_ids, lender.num_seqs) == (Status.EXPORTING, PROMPT[:40], 0)
     lender.check()
     assert puller.can_land(landing, 40)
@@ -83,11 +88,36 @@ def test_a_beginning_is_lent_landed_and_found(rules: tuple[Rule, ...]) -> None:
     assert puller.num_known_tokens(Request("next", RequestSpec(PROMPT, Sampling(), cache_salt="other"))) == 0
 
 
+def test_weights_that_were_replaced_lend_nothing_to_others() -> None:
+    """The peer would cache the blocks as those of its own weights."""
+    old, new = engine(), engine()
+    new.change_numerics(Numerics(weights="new"))
+    compute(old)
+    assert not old.lend(pull(), new.root(pull()))
+    old.check()
+    new.forget()
+    compute(new)
+    assert new.lend(pull(), new.root(pull()))
+
+
+def test_a_source_with_other_weights_is_not_chosen() -> None:
+    prompt = Prompt(RequestSpec(list(range(1001)), Sampling()))
+    target, source = (prefill(f"prefill-{at}", at + 1, 1000.0) for at in range(2))
+    for numerics, is_chosen in ((Numerics(), True), (Numerics(weights="old"), False)):
+        assert source.info is not None
+        source.info = structs.replace(source.info, numerics=numerics)
+        holding(source, prompt, 200)
+        links = {target.key: LinkState.parse("up (shm)")}
+        source.load = Load(links=links, handover_costs={pull_over("shm"): HandoverCost(0.001, 1e-9)})
+        assert source.num_held(prompt) == 800
+        assert (PullSources([target, source], prompt).to(target) is not None) == is_chosen
+
+
 def test_a_state_is_lent_where_it_is_kept() -> None:
     lender = engine(STATE)
     compute(lender)
     lent = pull(num_tokens=36)
-    assert lender.lend(lent)
+    assert lent_by(lender, lent)
     assert len(lent.prompt_token_ids) == 32  # the last state checkpoint before the end
     lender.finish(lent)
     lender.check()

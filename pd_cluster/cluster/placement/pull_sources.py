@@ -56,7 +56,7 @@ class PullSources:
             num_tokens = num_held - own
             if num_tokens < LEAST_TOKENS or num_tokens <= rate * least_s:
                 break
-            if source is target or key not in source.links.up:
+            if source is target or key not in source.links.up or source.pool_kind is not target.pool_kind:
                 continue
             wakes, computing_s = key not in source.links.open, num_tokens / rate
             saved_s = computing_s - self._pull_s(source, target, num_tokens) - WAKE_S * wakes

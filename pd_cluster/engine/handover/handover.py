@@ -177,7 +177,7 @@ class Handover:
         request.prompt_token_ids = request.prompt_token_ids[: pull.num_tokens]
         is_up = self.out_links.table.link_to(peer) == conn
         has_link = is_up or self.out_links.table.is_waking(peer, conn)
-        if has_link and request.key not in self._scheduler.requests and self._scheduler.lend(request):
+        if has_link and request.key not in self._scheduler.requests and self._scheduler.lend(request, pull.root):
             self.exports.lend(request, conn, is_up)
         else:
             self._context.post.send(conn, wire.Revoke(pull.transfer_id))

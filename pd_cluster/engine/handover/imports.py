@@ -177,7 +177,8 @@ class Imports:
         """Requests the beginning of a prompt from a peer, over the link from that peer, and expects its offer."""
         found = Import(request.transfer_id, ImportState.EXPECTED, self._clock(), conn, request=request)
         self._imports[request.transfer_id] = found
-        self._ports.send(conn, wire.Pull(request.transfer_id, request.order, len(request.prompt_token_ids)))
+        num_tokens, root = len(request.prompt_token_ids), self._scheduler.root(request)
+        self._ports.send(conn, wire.Pull(request.transfer_id, request.order, num_tokens, root))
 
     def on_offer(self, conn: str, offer: wire.Offer, peer: str = "") -> None:
         """Handles an offer from `peer` (name@epoch) over its connection."""

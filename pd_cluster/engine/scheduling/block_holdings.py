@@ -131,6 +131,10 @@ class Holdings:
         num_tokens = len(request.prompt_token_ids) - (request.leg != "decode")
         return self.hashes(request, num_tokens // self.block_size)
 
+    def root(self, request: Request) -> bytes:
+        """Returns the hash from which the request's blocks' hashes are chained; empty if blocks are not shared."""
+        return self.prefix.root(request.order, request.kv_precision) if self.prefix is not None else b""
+
     def missing_below(self, request: Request, num_cached: int) -> list[int]:
         """Returns the indices of the request's cached blocks that both host memory and some lower tier lack.
 
@@ -201,7 +205,7 @@ class Holdings:
             if known:
                 parent = known[-1]
             else:
-                parent = self.prefix.root(order, request.kv_precision)
+                parent = self.root(request)
                 if request.prompt_token_ids is order.prompt_token_ids:
                     known += prompt_hashes(order, parent, self.block_size, num_blocks)[:num_blocks]
                     parent = known[-1] if known else parent

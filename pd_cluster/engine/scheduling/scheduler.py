@@ -125,11 +125,13 @@ class StepScheduler:
         self.allocator.num_tier_hit_tokens += len(in_tier) * self.block_size
         return first
 
-    def lend(self, request: Request) -> bool:
+    def lend(self, request: Request, root: bytes) -> bool:
         """Holds the cached beginning of a prompt for a peer that pulls it, and cuts the prompt after it.
 
-        Returns False if nothing is cached.
+        Returns False if nothing is cached, or if the peer, whose root this is, would cache it under other hashes.
         """
+        if root != self.root(request):
+            return False
         num_tokens = len(request.prompt_token_ids)
         hit = self.holdings.find(request, num_tokens)
         in_tier = self.holdings.in_tier(request, num_tokens, hit.num_blocks)
@@ -163,6 +165,10 @@ class StepScheduler:
     def prompt_hashes(self, request: Request) -> list[bytes]:
         """See Holdings."""
         return self.holdings.prompt_hashes(request)
+
+    def root(self, request: Request) -> bytes:
+        """See Holdings."""
+        return self.holdings.root(request)
 
     def _begin_moves(self, moves: list[Move]) -> list[Move]:
         """From now on, collects the moves of evicted and loaded blocks in `moves`.

@@ -137,7 +137,7 @@ async def answers(
 async def whole_answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, ended: Callable[[Response], object]
 ) -> list[Response]:
-    """Returns a response for each job, in order. `ended` gets the end of each first answer. Raises RequestError."""
+    """Returns a response for each job, in order. `ended` gets each first answer's last part. Raises RequestError."""
     parts: list[dict[int, list[Response]]] = [{} for _ in jobs]
     async with contextlib.aclosing(answers(service, jobs, num_at_once, uuid4().hex)) as responses:
         async for response in responses:

@@ -96,7 +96,7 @@ class Begun(NamedTuple):
 
 
 async def begin(service: TextService, job: Job, batch: str = "") -> Begun:
-    """Starts a job. Raises RequestError, except for a prompt that is too long, which affects only itself."""
+    """Prepares a job. Raises RequestError, but not for a prompt that is too long: only its own answer is empty."""
     try:
         spelled = service.spelled if service.takes_images else None
         found = await encoded(service.tokenizer, job.prompt, job.way, not job.history, service.guard, spelled)

@@ -63,7 +63,7 @@ class BatchThrottle:
         self._sent_s[stream_id] = now_s
 
     def has_token(self, stream_id: str, now_s: float) -> None:
-        """Records that a prompt was computed or ended. A second call has no effect."""
+        """Records that a stream's prompt was computed, or the stream ended. A second call has no effect."""
         sent_s = self._sent_s.pop(stream_id, None)
         if sent_s is not None:
             self.paused_until_s = now_s + PAUSE * (now_s - sent_s)

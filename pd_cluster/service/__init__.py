@@ -1,1 +1,1 @@
-"""Answers clients' requests, in text, through a router. Independent of HTTP."""
+"""Answers clients' requests, in text, over a router. Independent of HTTP."""

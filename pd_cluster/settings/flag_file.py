@@ -1,9 +1,9 @@
 """`--config FILE`: reads flags from a YAML file, as vLLM does. The command line takes precedence over the file.
 
 max-model-len: 4096
-    served-model-name: [chat, small]
-    enable-prefix-caching: false
-    override-generation-config: {temperature: 0.7}
+served-model-name: [chat, small]
+enable-prefix-caching: false
+override-generation-config: {temperature: 0.7}
 """
 
 from __future__ import annotations

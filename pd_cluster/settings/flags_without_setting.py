@@ -2,7 +2,7 @@
 
 A flag is written as on vLLM's command line:
 
---master-port          a flag with a value
+    --master-port          a flag with a value
     --ignore-patterns+     a flag with one or more values
     --[no-]numa-bind       a switch; its values are True and False
     --nnodes=1             values, separated by |, that are accepted because this server does the same anyway; a

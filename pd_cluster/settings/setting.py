@@ -1,6 +1,6 @@
 """A setting is a field of a config struct whose annotation states its written form, its valid values and its scope.
 
-max_num_seqs: Annotated[int, ENGINE("Maximum number of sequences in a step.", checks=(at_least(1),))] = 256
+    max_num_seqs: Annotated[int, ENGINE("Maximum number of sequences in a step.", checks=(at_least(1),))] = 256
 
 The command line, its help, `LLM`'s arguments and the flags of worker processes are generated from these declarations.
 Knows nothing of particular settings.

@@ -202,7 +202,7 @@ def _put_in_front(
         app.add_middleware(ApiKeys, http=http, counts=service.router.stats.tenants, file_keys=file_keys)
     if http.returns_request_ids:
         app.add_middleware(RequestIds)
-    if http.allowed_origins:  # before the key check: preflights have no key, and browsers show only a 401 with CORS
+    if http.allowed_origins:  # before the key check: preflights have no key, and pages can read a 401 only with CORS
         app.add_middleware(
             Cors,
             allow_origins=http.allowed_origins,

@@ -1,7 +1,7 @@
 """Assembles the scheduler, which manages the cluster's membership and serves requests. Never imports torch.
 
-With one API process, the scheduler's own process serves requests. Several are its children
-(cluster/processes/api_processes.py), while it queries the workers, drains, changes roles, and answers at the admin
+With one API process, the scheduler's own process serves requests. Several API processes are its children
+(cluster/processes/api_processes.py); the scheduler queries the workers, drains, changes roles, and answers at the admin
 port.
 """
 

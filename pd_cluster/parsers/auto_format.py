@@ -29,7 +29,7 @@ class ChosenFormats(NamedTuple):
     because: str
 
 
-# Texts, all of which a template must contain, and the formats. The first match wins: more specific rows come first.
+# (texts that a template must all contain, formats). The first match wins, so more specific rows come first.
 BY_TEMPLATE: tuple[tuple[tuple[str, ...], KnownFormats], ...] = (
     (("<｜DSML｜ calls>",), KnownFormats("deepseek_v41", "deepseek_v41")),
     (("<｜DSML｜tool_calls>",), KnownFormats("deepseek_v4", "deepseek_v4")),

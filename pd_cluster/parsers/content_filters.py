@@ -52,7 +52,7 @@ class Unpaired:
 
 
 class Unwrapped:
-    """Emits content without the texts of `wraps`: the first one before it, and the others, with blanks, after it."""
+    """Drops the first of `wraps` before content, and the others, with blanks, after it. Emits the rest."""
 
     def __init__(self, wraps: Sequence[str], emit: Emit) -> None:
         self._before = wraps[0]

@@ -161,7 +161,7 @@ class TextStream:
         return False
 
     def begins_after_blanks(self, text: str) -> Steps[bool]:
-        """Returns whether this text comes next, perhaps after blanks; if so, takes the blanks. Ends a `keep`."""
+        """Returns whether this text comes next, perhaps after blanks; if so, takes these. Ends an earlier `keep`."""
         self.keep()
         yield from self.blanks()
         found = yield from self.begins(text)
@@ -172,7 +172,7 @@ class TextStream:
         return found
 
     def take_after_blanks(self, text: str) -> Steps[bool]:
-        """Takes blanks and this text, or a prefix of it at the end; otherwise takes nothing. Ends a `keep`."""
+        """Takes blanks and this text, or a prefix of it at the end; otherwise takes nothing. Ends an earlier `keep`."""
         return (yield from self.take_after_run(BLANK_RUN, text))
 
     def take_after_run(self, pattern: re.Pattern[str], text: str) -> Steps[bool]:

@@ -21,7 +21,7 @@ _CUT_ATTRIBUTE = re.compile(r'" ?[a-z]*(?:="[a-z]*"?)?$')
 
 @dataclass(frozen=True)
 class ValueKind:
-    """The attribute after a key that states its value's type.
+    """The attribute, after a key, that states the type of the value.
 
     `text`: the attribute's value if the parameter is literal text. `other`: its value if the parameter is JSON; if this
     is "", the attribute names the JSON type.
@@ -60,7 +60,7 @@ class XmlTags:
     close: str
     key: tuple[str, str]
     value: tuple[str, str]
-    line: str = ""  # a newline around a value that is not part of it
+    line: str = ""  # a newline at each end of a value, not part of it
     lone: bool = False  # models also write a call without `begin`
     is_section: bool = False  # there may be several calls between `begin` and `end`
     begins: tuple[str, ...] = ()  # alternatives to `begin`
@@ -68,10 +68,10 @@ class XmlTags:
     around: tuple[str, str] = ("", "")  # the texts that a guide requires around each call of a section
     fillers: tuple[str, ...] = ()  # meaningless markup, dropped outside of calls
     leads: tuple[str, ...] = ()  # the texts that a guide allows before the first call
-    kind: ValueKind | None = None  # the attribute after a key that states its value's type
-    index: str = ""  # the attribute after a name that has the call's number
+    kind: ValueKind | None = None  # the attribute, after a key, that states the value's type
+    index: str = ""  # the attribute, after a name, with the call's number
     escapes: bool = False  # names and keys are escaped as in XML
-    quote: tuple[str, str] = ("", "")  # texts around a value that may contain tags
+    quote: tuple[str, str] = ("", "")  # texts around a value, which may then contain tags
     body: tuple[str, str] = ("", "")  # texts around all arguments as one JSON object
     wrappers: tuple[str, ...] = ()  # keys under which models write all arguments as one object
     needs_tool: bool = False  # only a known tool can be called

@@ -1,1 +1,1 @@
-"""Answers clients' requests, in text, by a router. Independent of HTTP."""
+"""Answers clients' requests, in text, over a router. Independent of HTTP."""

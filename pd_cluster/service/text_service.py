@@ -1,5 +1,5 @@
-"""Serves requests in text by the router: tokenizes, checks limits, detokenizes, finds stop strings. Knows nothing of
-HTTP.
+"""Serves requests in text through the router: tokenizes, checks limits, detokenizes, finds stop strings. Knows nothing
+of HTTP.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ HTTP = partial(Setting, panel=Panel.HTTP, scope=Scope.SERVER)
 
 
 class KeptFiles(msgspec.Struct, frozen=True):
-    """`folder` "": disabled. `tenant_mib`: the limit of all of a tenant's files."""
+    """The settings of files and batches. `folder` "" disables them. `tenant_mib` limits all files of one tenant."""
 
     folder: Annotated[
         str,

@@ -1,9 +1,9 @@
 """`--config FILE`: reads flags from a YAML file, as vLLM does. The command line takes precedence over the file.
 
 max-model-len: 4096
-    served-model-name: [chat, small]
-    enable-prefix-caching: false
-    override-generation-config: {temperature: 0.7}
+served-model-name: [chat, small]
+enable-prefix-caching: false
+override-generation-config: {temperature: 0.7}
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ALL_SWITCHES = frozenset(each.flag for each in settings().values() if each.kind 
 
 
 def expanded(argv: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Returns normalized flags, with `--config FILE` replaced by the file's flags; those also on the command line are
-    left out.
+    """Returns normalized flags, with `--config FILE` replaced by those of the file's flags that are not also on the
+    command line.
 
     `known`: the flags of the command. Raises ConfigError that names the file and the key.
     """

@@ -13,7 +13,7 @@ ALIKE = 0.84  # similarity of two words that may differ by a typing error
 LEAST_LETTERS = 5  # minimum length of such words
 LEAST_PART = 3  # minimum length of a word that matches as the beginning or end of another word
 WHOLE = 0.85  # similarity of two flags without their hyphens
-LEAST = 0.55  # minimum share of the words' weight that must agree
+LEAST = 0.55  # minimum share of both flags' weight in matching words
 # Other servers' names for settings.
 MEANT = {
     "--batch-size": "--max-num-seqs",
@@ -39,8 +39,8 @@ MEANT = {
 
 # SGLang's flags that have no equivalent, and the advice for each.
 ANSWERS = {
-    "--dp-size": "give --data-parallel-size to each of as many instances of a role, which then share a model's experts",
-    "--enable-dp-attention": "give --data-parallel-size to each of as many instances of a role: each computes "
+    "--dp-size": "give --data-parallel-size N to each of N instances of a role, which then share a model's experts",
+    "--enable-dp-attention": "give --data-parallel-size N to each of N instances of a role: each computes "
     "attention "
     "for its own requests, and all share the experts",
     "--ep-size": "give --enable-expert-parallel; --data-parallel-size times --tensor-parallel-size ranks share the "

@@ -2,11 +2,11 @@
 
 A flag is written as on vLLM's command line:
 
---master-port          a flag with a value
+    --master-port          a flag with a value
     --ignore-patterns+     a flag with one or more values
     --[no-]numa-bind       a switch; its values are True and False
-    --nnodes=1             accepted values, which ask for what this server does anyway, separated by |; a value with
-                           a trailing ! is accepted with a warning, because it has no effect
+    --nnodes=1             values, separated by |, that are accepted because this server does the same anyway; a
+                           value with a trailing ! is accepted with a warning, because it has no effect
     --dp-*                 every flag with this prefix
 
 `accepted` flags have no effect, whatever their value. `refused` flags are refused, except with an accepted value, and

@@ -74,7 +74,7 @@ ORIGINS, TOKENS = _strings(ORIGIN, "https://example.com"), _strings(HEADER_TOKEN
 class Tls(msgspec.Struct, frozen=True):
     """PEM files. `keyfile` is "" if the certificate's file also contains the key.
 
-    `cert_reqs`: whether clients must show a certificate of `ca_certs`; 0: no, 1: optional, 2: yes.
+    `cert_reqs`: whether clients must show a certificate that `ca_certs` signed; 0: no, 1: optional, 2: yes.
     """
 
     certfile: Annotated[
@@ -168,7 +168,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         HTTP("Send x-request-id in answers: the client's value or a new one.", name="enable_request_id_headers"),
     ] = False
-    has_docs: Annotated[  # whether they are served; the flag says the opposite
+    has_docs: Annotated[  # whether /docs is served; the flag says the opposite
         bool, HTTP("Do not serve /docs and /openapi.json.", name="disable_fastapi_docs", form=NEGATED)
     ] = True
     traces_endpoint: Annotated[

@@ -168,7 +168,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_frames(self) -> int:
-        """Returns the maximum number of frames that are read of a video."""
+        """Returns the maximum number of frames that are read from a video."""
         given = int(self.video_io.get("num_frames", DEFAULT_FRAMES))
         return MAX_FRAMES if given == -1 else given
 

@@ -29,7 +29,7 @@ _UNSEEN = frozenset(
 def fault_of_name(name: str) -> str:
     """Returns why a name would mislead its readers, or "".
 
-    Letters of all scripts are accepted. Refused are:
+    Letters of all scripts are accepted. These are refused:
 
     - control and format characters, including all that change the direction of text, and line separators
     - private, unassigned and surrogate characters, and characters without a visible shape

@@ -89,7 +89,7 @@ class WorkerConfig(HandoverSettings, frozen=True, kw_only=True):
     epoch: int
     credentials: Credentials
     num_threads: int
-    cores: SharedCores | None = None  # None: `num_threads` in every step
+    cores: SharedCores | None = None  # None: every step uses `num_threads`
     kv: KVOptions = KVOptions()
     engine: EngineConfig
     timeouts: Timeouts
@@ -123,7 +123,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     command line.
 
     `listener_fd` is the process's socket at the public port, `admin_fd` a Unix socket for the scheduler's queries.
-    `keys` are those of --api-key-file, `rates_fd` is the memory of their rate limits; None and -1 without that file.
+    `keys` are those of --api-key-file, `rates_fd` is the memory of their rate limits; without that file: None and -1.
     """
 
     index: int

@@ -27,8 +27,8 @@ PATHS = Form(str, _paths, lambda paths: ",".join(paths))
 
 
 class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of request logs. `most_chars`: logged characters of an answer. `quiet_paths`: paths that the access
-    log leaves out.
+    """The settings of request logs. `most_chars`: how many characters of an answer are logged at most. `quiet_paths`:
+    paths that the access log leaves out.
     """
 
     has_requests: Annotated[

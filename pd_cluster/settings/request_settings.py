@@ -16,8 +16,8 @@ from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope
 
 # Names that vLLM accepts; llguidance is used for all of them.
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
-# Request fields that are also variables of chat templates, and must not be given twice.
 BY_MODEL = "auto: by the chat template and model_type"
+# Request fields that are also variables of chat templates, and must not be given twice.
 OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 
 TEXT = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
@@ -72,7 +72,7 @@ PoolingType = Literal["LAST", "MEAN"]
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's settings of vectors, which override the model folder's. `use_activation`: vectors have the length 1."""
+    """vLLM's settings of vectors, which override the model folder's. `use_activation`: scales vectors to length 1."""
 
     task: Literal["embed", "classify"] | None = None  # the model determines it
     pooling_type: PoolingType | None = None

@@ -90,7 +90,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Objective for seconds per further token; requests that would miss it get a 429. 0: none.", checks=PROMISE
         ),
     ] = 0.0
-    # None: requests are not held back at the scheduler, and wait at an instance
+    # None: requests are not held back at the scheduler, but wait at an instance
     max_queue_s: Annotated[
         float | None,
         SCHEDULER(
@@ -172,8 +172,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     """Limits of connections with requests at one port of one process. `per_host` counts those of one address; 0: no
     limit.
 
-    In addition, `spare` connections may be open without a request, or with a probe's. `num_kept_descriptors`
-    descriptors are reserved for instances, children and the admin port, some of which may be open already.
+    In addition, `spare` connections may be open without a request, or with a probe's. `num_kept_descriptors`:
+    descriptors reserved for instances, children and the admin port, including those that are open already.
     """
 
     total: Annotated[

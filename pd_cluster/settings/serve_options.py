@@ -1,7 +1,7 @@
 """All settings of `pd-cluster serve`, and their given values.
 
-Knows nothing of rank tables and starts nothing. A process reads and checks the settings that only its role has when it
-needs them.
+Knows nothing of rank tables and starts nothing. Settings that only one role has are read and checked by processes
+of this role, when they need them.
 """
 
 from __future__ import annotations

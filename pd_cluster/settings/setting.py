@@ -1,6 +1,6 @@
 """A setting is a field of a config struct whose annotation states its written form, its valid values and its scope.
 
-max_num_seqs: Annotated[int, ENGINE("Maximum number of sequences in a step.", checks=(at_least(1),))] = 256
+    max_num_seqs: Annotated[int, ENGINE("Maximum number of sequences in a step.", checks=(at_least(1),))] = 256
 
 The command line, its help, `LLM`'s arguments and the flags of worker processes are generated from these declarations.
 Knows nothing of particular settings.
@@ -84,7 +84,7 @@ def one_of(known: Sequence[str]) -> Check:
 class Form(NamedTuple):
     """How a value is written, if it differs from the stored value. `read(name, written)` raises ConfigError.
 
-    `takes_mappings`: it is a text that Python callers may give as a mapping. `bare`: the value of a flag without
+    `takes_mappings`: Python callers may give a mapping instead of the text. `bare`: the value of a flag without
     `=VALUE`.
     """
 
@@ -104,7 +104,7 @@ class Setting:
     scope: Scope
     _: dataclasses.KW_ONLY
     name: str = ""  # "": the field's name without its unit
-    default: Any = msgspec.UNSET  # the written default, if not the field's; None: the field's applies
+    default: Any = msgspec.UNSET  # the default as written, if not the field's; None: the field's applies
     checks: tuple[Check, ...] = ()
     form: Form | None = None
     also: tuple[str, ...] = ()  # further names
@@ -145,7 +145,7 @@ class DeclaredSetting:
     @property
     def names(self) -> tuple[str, ...]:
         """Returns its names in Python, the setting's name first."""
-        is_engines = self.setting.scope is Scope.ENGINE  # these have their field's name in EngineConfig, too
+        is_engines = self.setting.scope is Scope.ENGINE  # these may also be given by the name in EngineConfig
         return tuple(dict.fromkeys((self.name, *self.setting.also, self.field if is_engines else self.name)))
 
     @property

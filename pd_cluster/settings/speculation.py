@@ -43,7 +43,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_lookup_max: Annotated[int, within(1, MOST_MATCHED)] = 5
     suffix_decoding_max_tree_depth: Annotated[int, within(1, MOST_MATCHED)] = 24
     suffix_decoding_max_cached_requests: Annotated[int, COUNT] = 10_000
-    suffix_decoding_max_cached_tokens: Annotated[int, COUNT] = 1_000_000  # of earlier outputs, in all trees together
+    suffix_decoding_max_cached_tokens: Annotated[int, COUNT] = 1_000_000  # tokens of earlier outputs in all trees
     suffix_decoding_max_spec_factor: Annotated[float, finite("must be a number of at least 0")] = 4.0
     suffix_decoding_min_token_prob: Annotated[float, PROBABILITY] = 0.1
 

@@ -1,7 +1,7 @@
 """Flags that each set one value of drafting: vLLM's short forms, its flags of version 0.6, and TACO-LLM's lookahead
 cache.
 
---spec-method ngram --spec-tokens 8          --speculative-config '{"method": "ngram", ...}'
+    --spec-method ngram --spec-tokens 8          --speculative-config '{"method": "ngram", ...}'
     --lookahead-cache-config-dir DIR             ngram, then suffix; see DIR/lookahead_cache_config.json
 """
 

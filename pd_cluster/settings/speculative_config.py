@@ -1,6 +1,6 @@
 """`--speculative-config`: vLLM's keys (0.32), as one JSON object.
 
-{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
+    {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
 
 `method` may also be a list, whose methods are tried in order; a `model` without a method is a draft model. At most one
 method may have weights. Errors name unsupported methods and keys.

@@ -1,7 +1,7 @@
 """Translates vLLM's spellings of values: counts such as 32k, sizes in bytes, and objects whose members have separate
 flags.
 
---max-model-len 32k                       32,000; 32K is 32,768; auto and -1 are the default
+    --max-model-len 32k                       32,000; 32K is 32,768; auto and -1 are the default
     --kv-cache-memory-bytes 4G                --kv-cache-memory 4
     --limit-mm-per-prompt.image 2             --limit-mm-per-prompt '{"image": 2}'
 

@@ -25,7 +25,7 @@ MAX_DRAWS = 16
 
 
 class PromptText(NamedTuple):
-    """A rendered prompt. `own`: the positions of its control tokens; None: every text of a control token is one."""
+    """A rendered prompt. `own`: the positions of its control tokens; None: each text of a control token is one."""
 
     text: str
     own: tuple[tuple[int, int], ...] | None = None
@@ -114,7 +114,7 @@ class ControlTokens:
             text = new  # repeated, because two control tokens may have overlapped
 
     def blurred(self, text: str, marks: MarkedChars, kept: re.Pattern[str] | None = None) -> str:
-        """Returns the text with marks for every character of control tokens, except in tokens that `kept` matches."""
+        """Like `hidden`, but also marks every sign of control tokens, except in tokens that `kept` matches."""
         text = self.hidden(text, marks, kept)
         if kept is None:
             return self._without_signs(text, marks)

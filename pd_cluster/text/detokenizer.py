@@ -18,8 +18,7 @@ MAX_PENDING_TOKENS = 64  # after this many tokens without a complete character, 
 
 
 class Detokenizer:
-    """Takes token ids and returns text as soon as it is final. All returned text together equals decoding all ids at
-    once.
+    """Takes token ids and returns text as soon as it is final, so that later tokens cannot change it.
 
     A token's text depends on its neighbours: a character may take several tokens, and a leading space may be dropped.
     Every token is therefore decoded together with the tokens before it, the first one with the prompt's last tokens.
@@ -56,7 +55,7 @@ class Detokenizer:
     def follow(self, prompt_token_ids: list[int]) -> None:
         """Starts anew, with the output that follows a prompt.
 
-        A character that the prompt's last token leaves incomplete is part of that text.
+        A character that the prompt's last token leaves incomplete is part of the output.
         """
         self._last_id = prompt_token_ids[-1] if prompt_token_ids else -1
         self._shown, self._shown_text, self._pending = [], "", []

@@ -125,7 +125,7 @@ class Tokenizer:
         return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        # A batch of one, because `encode` would hold the interpreter's lock.
+        # A batch of one, because `decode` would hold the interpreter's lock.
         (text,) = self._rust.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 

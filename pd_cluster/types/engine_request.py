@@ -25,7 +25,7 @@ class Status(enum.Enum):
 
 
 class Retention(NamedTuple):
-    """Keeps cached blocks longer than others, until a time by the engine's clock. Owners have equal shares of space."""
+    """Keeps cached blocks longer than others, until a time by the engine's clock. Owners share the space equally."""
 
     owner: str
     until_s: float
@@ -78,8 +78,8 @@ class Request:
     num_computed_tokens: int = field(default=0, metadata=OWN)  # tokens whose KV is in this engine's pool
     tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # its blocks in each group of layers
     swap_tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # in host memory while swapped out
-    block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as needed
-    num_hashed_blocks: int = field(default=0, metadata=OWN)  # the blocks of its table that the prefix cache knows
+    block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # hashes of full blocks, as far as needed
+    num_hashed_blocks: int = field(default=0, metadata=OWN)  # how many of its first blocks the prefix cache knows
     num_preemptions: int = field(default=0, metadata=OWN)  # how many times it was preempted here
     is_resumed: bool = field(default=False, metadata=OWN)  # it and its siblings were resumed separately, not forked
     dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they were forked

@@ -57,7 +57,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     token_id: TokenId
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
-    score: float | None = None  # of a beam search's candidate that is handed over: the accumulated log-probability
+    score: float | None = None  # the accumulated log-probability of a beam search's candidate, if handed over
     earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()
     drafts: DraftReport | None = None
     earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()
@@ -93,7 +93,7 @@ class Candidate(NamedTuple):
 class PromptOutput(msgspec.Struct, frozen=True, array_like=True):
     """Facts about a prompt, sent once and no later than its first output token.
 
-    `logprobs` is empty unless requested; otherwise it has one entry per prompt token, the first of them None.
+    If requested, `logprobs` has one entry per prompt token, the first of them None; otherwise it is empty.
     """
 
     request_id: str

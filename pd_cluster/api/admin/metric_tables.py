@@ -60,7 +60,7 @@ class OfInstanceSteps:
 
 @dataclass(frozen=True, slots=True)
 class OfRequests:
-    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value, or "" -> name in that file."""
+    """Counters or a histogram from cluster/records/request_stats.py. `numbers`: label value, or "" -> name there."""
 
     name: str
     text: str
@@ -75,7 +75,7 @@ class OfCluster:
 
 
 def _parts_of(rule: RuleName) -> dict[str, Callable[[Load], float]]:
-    """Returns the number of a layer group's blocks by use."""
+    """Maps each use of blocks to a function that counts such blocks in layer groups of this rule."""
 
     def number(name: str, load: Load) -> float:
         return float(sum(getattr(each, name) for each in load.groups if each.rule == rule))

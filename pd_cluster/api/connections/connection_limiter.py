@@ -158,7 +158,7 @@ class ConnectionLimiter:
         return True
 
     def _breaks_up_a_crowd(self, admitted: AdmittedConnection) -> bool:
-        """If most connections are idle, they hold the low descriptors; then closes the one that has been idle longest.
+        """Closes the connection that has been idle longest, if most are idle, because these hold the low descriptors.
 
         Returns whether it did. If most connections have requests, the few idle ones are new or are probes.
         """

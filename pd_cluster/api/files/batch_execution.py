@@ -1,4 +1,4 @@
-"""Runs one batch from its current state to its end. States and files: docs/protocol/batches.md."""
+"""Runs one batch from its current state to its end. States and files: docs/protocol/requests.md, "Batches"."""
 
 from __future__ import annotations
 

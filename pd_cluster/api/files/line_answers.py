@@ -77,8 +77,8 @@ class LineAnswers:
         return LineAnswer(line_of(entry, 200, called.body), is_complete=True)
 
     def _caller(self, kept: KeptBatch, meter: Meter | None) -> Caller:
-        """Returns a caller that has the batch owner's prompts and models, but takes separate turns: a batch does not
-        delay its owner's other requests.
+        """Returns a caller with the models and cached prompts of the batch's owner, but with separate turns: a batch
+        does not delay its owner's other requests.
         """
         return Caller(
             client=f"batches of {kept.owner}",

@@ -52,7 +52,7 @@ class FeatureEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of an image's features. An encoder's answer must have as many bytes."""
+    """The shape of an image's features. An encoder's answer must have `nbytes` bytes."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype

@@ -88,7 +88,7 @@ class SchedulerChoice:
 def _expected(ready: Sequence[Endpoint]) -> list[float]:
     """Estimates the requests in flight at each scheduler. An unknown load counts as the mean of the known ones.
 
-    The estimate only orders schedulers; it excludes none.
+    This mean only affects the order of schedulers; it excludes none.
     """
     loads = [each.load for each in ready if each.load is not None]
     mean = sum(loads) / len(loads) if loads else 0.0

@@ -32,7 +32,7 @@ class AsyncEngine:
     """Ready when constructed. May be called from any thread, and `generate` from any event loop.
 
     `prefill` and `decode` are numbers of worker processes that do the work; without them, this process does it or, if
-    `tp` is above 1, one worker process of each kind.
+    `tp` or `dp` is above 1, `dp` worker processes of each kind.
     """
 
     def __init__(

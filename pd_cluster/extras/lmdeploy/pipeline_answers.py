@@ -96,7 +96,7 @@ class Begun(NamedTuple):
 
 
 async def begin(service: TextService, job: Job, batch: str = "") -> Begun:
-    """Starts a job. Raises RequestError, except for a prompt that is too long, which affects only itself."""
+    """Prepares a job. Raises RequestError, but not for a prompt that is too long: only its own answer is empty."""
     try:
         spelled = service.spelled if service.takes_images else None
         found = await encoded(service.tokenizer, job.prompt, job.way, not job.history, service.guard, spelled)
@@ -137,7 +137,7 @@ async def answers(
 async def whole_answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, ended: Callable[[Response], object]
 ) -> list[Response]:
-    """Returns a response for each job, in order. `ended` gets the end of each first answer. Raises RequestError."""
+    """Returns a response for each job, in order. `ended` gets each first answer's last part. Raises RequestError."""
     parts: list[dict[int, list[Response]]] = [{} for _ in jobs]
     async with contextlib.aclosing(answers(service, jobs, num_at_once, uuid4().hex)) as responses:
         async for response in responses:

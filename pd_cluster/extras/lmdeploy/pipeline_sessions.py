@@ -13,12 +13,12 @@ from itertools import count
 from pd_cluster.errors import RequestError
 from pd_cluster.extras.lmdeploy.pipeline_prompts import Message, Prompt
 
-FIRST_OWN_ID = 1 << 32  # the first id for sessions that callers give no id
+FIRST_OWN_ID = 1 << 32  # the first id for sessions without an id from their callers
 
 
 @dataclass(slots=True)
 class Turn:
-    """A question and its answer. `token_ids`: the tokens of the whole session at its end."""
+    """A question and its answer. `token_ids`: all tokens of the session after this turn."""
 
     messages: list[Message]
     token_ids: list[int]
@@ -28,8 +28,8 @@ class Turn:
 class Session:
     """A session; its first prompt decides whether it consists of plain texts or of conversations.
 
-    `turn`: a future, set while an answer is being read, and done when it ends. `work`: the task that makes the answer.
-    `before`: the session's state before this turn.
+    `turn`: a future that exists while an answer is being read, and is done when the answer ends. `work`: the task that
+    makes the answer. `before`: the session's state before this turn.
     """
 
     session_id: int

@@ -39,7 +39,7 @@ KeyText = Annotated[str, msgspec.Meta(pattern=f"^{KEY_TEXT}$")]
 
 
 class PublicPart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A public key, in hexadecimal. `until`: when it expires, as `dates.time_of` reads it; "": never."""
+    """A public key, in hexadecimal. `until`: when it expires, as `expiry_dates.time_of` reads it; "": never."""
 
     public: KeyText
     until: str = ""
@@ -96,7 +96,7 @@ class TrustedNodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [each for each in node.keys if each.public not in revoked and not each.is_over(now_s)]
 
     def revocation_of(self, name: str, keys: Sequence[bytes] = ()) -> Revoked | None:
-        """Returns the revocation of one of these keys, under any name; by default of any key of the node."""
+        """Returns the revocation of one of `keys`, under any node's name; without `keys`, of any key of this node."""
         shown = {key.hex() for key in keys}
         found = (each for each in self.revoked if (each.public in shown if shown else each.node == name))
         return next(found, None)

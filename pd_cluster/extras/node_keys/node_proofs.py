@@ -171,7 +171,7 @@ class Nodes:
         return ProvenNode(node, tuple(each.public_key for each in counted))
 
     def problem(self, node: str, keys: Sequence[bytes]) -> str:
-        """Returns why a node that has proved these keys may not be connected now; "" if it may.
+        """Returns why a node that has proved these keys must not be connected now; "" if it may be.
 
         A key that was removed from the list opens no new connections, but keeps those that are open, so that keys can
         be rotated.

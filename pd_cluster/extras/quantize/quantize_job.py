@@ -56,7 +56,7 @@ class QuantizeJob:
 
     @torch.no_grad()
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Returns the number of quantized layers. `progress` receives the finished and total layers of the model.
+        """Returns the number of quantized layers. `progress` receives the numbers of finished and of all layers.
 
         Raises ConfigError for an output folder with other contents, ModelError for a model that cannot be quantized.
         """

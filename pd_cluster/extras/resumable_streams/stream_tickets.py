@@ -36,7 +36,7 @@ class StreamNotFound(RequestError):
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """All that an answer's chunks depend on, except the RequestSpec. `body`: the request's original body."""
+    """All that an answer's chunks depend on, except RequestSpec and tokens. `body`: the request's original body."""
 
     kind: Kind
     body: bytes
@@ -51,7 +51,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, array_like=True):
 class StreamTicket:
     """A client's right to resume one stream. `after`: the index of the last event that it received; -1: none.
 
-    `owner`: a pseudonym of the tenant of the client's API key, for limits by tenant.
+    `owner`: a pseudonym of the client's tenant, for limits by tenant.
     """
 
     token: str = field(repr=False)

@@ -15,7 +15,7 @@ MS = 1000.0
 
 
 class SpeculativeMetrics(Struct, omit_defaults=True):
-    """`acceptance_histogram[j]`: steps with j accepted draft tokens."""
+    """`acceptance_histogram[j]`: the number of steps with j accepted draft tokens."""
 
     mean_acceptance_length: Annotated[
         float, Meta(description="Mean tokens per step with drafts, including the last token.")

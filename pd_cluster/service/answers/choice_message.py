@@ -94,8 +94,8 @@ class ChoiceText:
         return self._delta(parts), _with_tokens(piece, tokens)
 
     def finish(self, piece: Piece) -> tuple[Delta | None, Piece]:
-        """Returns the delta of the text that was held back, or None; and `piece`, the last piece that `read` returned,
-        with the tokens of this text.
+        """Returns the delta of the text that was held back (None without such text), and the last piece that `read`
+        returned (`piece`), now with the tokens of this text.
         """
         parts = self._reader.finish()
         if self._shares is not None:

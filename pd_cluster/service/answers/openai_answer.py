@@ -42,8 +42,8 @@ class Wanted(NamedTuple):
     """The optional parts of an answer that a request asks for."""
 
     stream: bool
-    usage: bool  # in the stream
-    usage_so_far: bool  # in each chunk of the stream
+    usage: bool  # the stream has usage
+    usage_so_far: bool  # each chunk of the stream has usage
     token_ids: bool
     logprobs: bool
     prompt_logprobs: bool

@@ -67,7 +67,7 @@ class BlockReader:
         self._num_reasoning_tokens = 0
         self._later: list[
             tuple[Part, Sequence[TokenLogprobs]]
-        ] = []  # content that the model wrote between a call's arguments; it follows the call
+        ] = []  # content that the model wrote within a call's arguments; it follows the call
         self.blocks: list[Block] = []
 
     @property

@@ -162,7 +162,7 @@ class ResponsesAnswer(BlockAnswer):
         self._names = names_of(request)
         self._head = self._opened(request, model, is_stored)
         self._item_ids: dict[int, str] = {}
-        self._entries: defaultdict[int, Entries] = defaultdict(lambda: Entries([], []))  # of each text block
+        self._entries: defaultdict[int, Entries] = defaultdict(lambda: Entries([], []))  # logprobs of each text block
         self._num_events = 0
         self._completed_s: float | None = None
 

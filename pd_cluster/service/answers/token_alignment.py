@@ -81,7 +81,7 @@ class TokenAlignment:
         return found
 
     def _tokens_at(self, spans: list[tuple[int, int]]) -> list[TokenLogprobs]:
-        """Returns the tokens with characters in these spans of the open text that belong to no part yet."""
+        """Returns the tokens that have characters in these spans of the open text, and belong to no part yet."""
         found: list[TokenLogprobs] = []
         begin = self._num_chars - len(self._text)
         ends = [*(each.start for each in self._open), self._num_chars][1:]

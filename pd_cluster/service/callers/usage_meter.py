@@ -159,7 +159,7 @@ def used_tokens(generation: Generation) -> int:
 def charged_tokens(generation: Generation, num_output_tokens: int, is_left: bool = False) -> int:
     """Returns the tokens that a generation has used so far; 0 before it was sent to an instance.
 
-    Every beam of a beam search counts as long as its longest hypothesis. A search without an answer may be nearly
+    In a beam search, every beam is charged as many tokens as the longest one. A search without an answer may be nearly
     complete, so it is charged in full. If the client left (`is_left`), tokens that may still wait to be sent together
     are charged, too.
     """

@@ -48,8 +48,8 @@ class ChildCrashed(PdClusterError):
 class SlowJobs(NamedTuple):
     """The number of slow jobs that may run in addition to quick ones.
 
-    `wait`: slow jobs mostly wait for other systems; a client that holds half of the slow places may then start no
-    further job.
+    `wait`: slow jobs mostly wait for other systems. In this case, a client that holds half of the slow places may start
+    no further job.
     """
 
     most: int

@@ -1,6 +1,6 @@
 """Writes the output and error files of a running batch, which also record which requests are answered. Each answer is
 one append. A process that is killed during an append leaves an incomplete last line, which the next owner cuts off.
-Each request is written once, even after a second attempt. Knows nothing of how requests are answered.
+Each request gets one line, even after a second attempt. Knows nothing of how requests are answered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The states of a batch and their transitions (docs/protocol/batches.md). Pure: the caller gives the time.
+"""The states of a batch and their transitions (docs/protocol/requests.md, "Batches"). Pure: the caller gives the time.
 
 Knows nothing of disks or of how requests are answered.
 """

@@ -35,7 +35,7 @@ from pd_cluster.service.files.kept_rows import Paging, key_of, listed
 
 ID = re.compile(r"batch_[0-9a-f]{32}")
 LOCKS = "locks"
-MAX_RUNNING = 100  # per owner
+MAX_RUNNING = 100  # unfinished batches per owner
 RETRY_S = 60
 NEVER_S = 1e12
 INSERT_FILE = "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
@@ -98,7 +98,7 @@ class BatchStore:
             _encoded(kept),
         )
         with self.files.storing(), self._database.writing() as connection:
-            file = self.files.find(owner, batch.input_file_id)  # in this transaction, so it stays
+            file = self.files.find(owner, batch.input_file_id)  # read in this transaction, so it stays
             if file.purpose != "batch":
                 why = f"{file.id} has the purpose {file.purpose}; expected batch"
                 raise RequestError(f"input_file_id: {why}", "input_file_id")

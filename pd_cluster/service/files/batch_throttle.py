@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 QUIET_S = 5.0  # after this time without interactive requests, batches may use the whole cluster
-PAUSE = 4.0  # with interactive requests, a pause follows each batch prompt: this many times its duration
+PAUSE = 4.0  # with interactive requests, a pause follows each batch prompt, this many times as long as the prompt
 BATCH_DIVISOR = 4  # while there are interactive requests, batches get at most a quarter of the cluster's sequences
 PROMPTS_PER_INSTANCE = 2  # prompts at a time: one being computed, and the next
 
@@ -63,7 +63,7 @@ class BatchThrottle:
         self._sent_s[stream_id] = now_s
 
     def has_token(self, stream_id: str, now_s: float) -> None:
-        """Records that a prompt was computed or ended. A second call has no effect."""
+        """Records that a stream's prompt was computed, or the stream ended. A second call has no effect."""
         sent_s = self._sent_s.pop(stream_id, None)
         if sent_s is not None:
             self.paused_until_s = now_s + PAUSE * (now_s - sent_s)

@@ -22,7 +22,7 @@ class GenerationWatch(Protocol):
     def watched(
         self, generations: Sequence[Generation], pieces: AsyncGenerator[Piece, None]
     ) -> AsyncGenerator[Piece, None]:
-        """Yields the pieces, and notes the generations' begins and ends. Closing this generator closes `pieces`."""
+        """Yields the pieces, and notes when the generations begin and end. Closing this generator closes `pieces`."""
 
 
 def request_log(settings: RequestLogSettings) -> GenerationWatch | None:

@@ -69,7 +69,7 @@ class Generation:
 
     order: RequestSpec
     sequences: list[TextSequence]
-    num_choices: int  # the number of sequences in the answer, which has the best ones
+    num_choices: int  # the number of sequences in the answer: the best ones
     first_choice: int = 0  # the number of its first choice among the choices of all prompts
     every_token: bool = False  # a piece for each token, even without text
     parts_steps: bool = False  # tokens that arrive together get separate pieces

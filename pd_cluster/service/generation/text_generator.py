@@ -85,7 +85,7 @@ class TextGenerator:
         return [msgspec.structs.replace(piece, index=first + at) for at, piece in enumerate(whole)]
 
     async def _whole(self, generation: Generation) -> AsyncGenerator[Piece, None]:
-        """Yields few, large pieces. The caller must read to the end: it cannot end the answer early."""
+        """Yields few, large pieces of an answer that has no stop strings. The caller must read to the end."""
         arrived: dict[int, list[TokenOutput]] = {sequence.index: [] for sequence in generation.sequences}
         async with contextlib.aclosing(self._tokens(generation, gathers=True)) as tokens:  # type: ignore[type-var]
             async for token in tokens:

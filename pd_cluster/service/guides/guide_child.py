@@ -26,7 +26,7 @@ from pd_cluster.service.guides.guide_check import CheckAnswer, CheckSettings
 from pd_cluster.text.grammar import Compiler, Matcher, Words
 from pd_cluster.types import Guide
 
-MAX_NBYTES = 2 << 30  # the limit of address space, in addition to the use of a ready process
+MAX_NBYTES = 2 << 30  # how much address space a process may use beyond that of a ready one
 STACK_NBYTES = 4 << 20  # less than the engine's threads have, so that a stack overflow happens here first
 NICENESS = 10  # generation has priority
 NUM_WALKS = 3

@@ -1,4 +1,4 @@
-"""Converts images and videos that a caller in this process passes with a prompt to sources for their preparation."""
+"""Makes sources, for media_preparation.py, of images and videos that a caller in this process passes with a prompt."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from pd_cluster.media.video_files import fitted, frames_of, frames_of_pictures
 from pd_cluster.media.video_rules import Video
 from pd_cluster.types import Image
 
-MAX_NBYTES = 1536 << 20  # the limit of address space, in addition to the use of a ready process
+MAX_NBYTES = 1536 << 20  # how much address space a process may use beyond that of a ready one
 NICENESS = 10
 
 

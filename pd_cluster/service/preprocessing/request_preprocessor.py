@@ -27,8 +27,8 @@ from pd_cluster.text.stop_strings import StopStrings
 from pd_cluster.types import Guide, RequestSpec, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
-MAX_PREDICTED_TOKENS = 1 << 20  # the most tokens of a prediction times the number of prompts; the rest is ignored
-MAX_GUIDES_NUM_CHARS = 1 << 20  # the most characters of a guide times the number of prompts, each of which has a copy
+MAX_PREDICTED_TOKENS = 1 << 20  # limit of a prediction's tokens times the number of prompts; further tokens are ignored
+MAX_GUIDES_NUM_CHARS = 1 << 20  # limit of a guide's characters times the number of prompts, each of which has a copy
 SLICE_NUM_TOKENS = 1 << 17  # checked without a pause, in a few milliseconds
 
 

@@ -40,9 +40,9 @@ class ControlTokenGuard:
     def prompt(self, conversation: Conversation) -> Generator[Conversation, str, PromptText]:
         """Yields conversations to render, and receives their texts. Raises RequestError.
 
-        In the first conversation, clients' whole control tokens are marked; in the second, every character that occurs
-        in control tokens. If the texts then show different control tokens, the template has assembled one from pieces
-        of clients' texts, or tested for one; then the second text is used.
+        In the first conversation, whole control tokens in clients' texts are marked; in the second, so is every sign (a
+        control token's character that words do not have). If the two texts then show different control tokens, the
+        template has assembled one from pieces of clients' texts, or tested for one; the second text is then used.
         """
         control, texts = self.control, [text for text, _ in _texts(conversation)]
         if not control.texts:

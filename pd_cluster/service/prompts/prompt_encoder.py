@@ -71,7 +71,7 @@ class PromptEncoder:
         return await self._pool.run(caller.client, work, len(prompt.text))
 
     async def prediction(self, text: str, most_tokens: int, caller: Caller = NOBODY) -> tuple[int, ...]:
-        """Encodes as much of a predicted text as fits the context."""
+        """Encodes as much of a predicted text as fits into `most_tokens` and the context."""
         most_tokens = min(most_tokens, self.limit())
         text = text[: PROBED_CHARS_PER_TOKEN * most_tokens]
         found = await self.run(lambda: self.tokenizer.encode(text, False), len(text), caller)

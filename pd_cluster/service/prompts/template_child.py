@@ -19,7 +19,7 @@ from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.service.prompts.conversation import Conversation
 from pd_cluster.text.chat_template import ChatTemplate
 
-MAX_NBYTES = 512 << 20  # the limit of address space, in addition to the use of a ready process
+MAX_NBYTES = 512 << 20  # how much address space a process may use beyond that of a ready one
 MAX_NUM_CHARS = 8 << 20  # the longest prompt
 NICENESS = 10
 

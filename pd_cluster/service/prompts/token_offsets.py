@@ -10,7 +10,7 @@ Offsets = list[list[int]]  # for each token, the indexes of its first character 
 def offsets_of(tokenizer: Tokenizer, text: str, special: bool, token_ids: list[int]) -> Offsets | None:
     """Returns each token's position.
 
-    `special`: the tokenizer adds its own tokens. `token_ids` may be the first or the last ones of the text alone.
+    `special`: the tokenizer adds its own tokens. `token_ids` may be only the first or the last tokens of the text.
     Returns None if the text tokenizes differently, because the text of a control token in it is plain text.
     """
     whole, found = tokenizer.encode_with_offsets(text, special)

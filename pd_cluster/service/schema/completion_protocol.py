@@ -164,7 +164,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = True  # as in vLLM: a client that sends options wants the usage
     continuous_usage_stats: bool | None = (
-        False  # vLLM's: each chunk has the usage of its choice's prompt; only with include_usage
+        False  # vLLM's: each chunk has usage, for the prompt of its choice; only with include_usage
     )
 
 

@@ -27,8 +27,8 @@ _PLACEHOLDER = secrets.token_hex(16)  # stands for a run of numbers; no client c
 
 
 class Structure(NamedTuple):
-    """`brackets`: all brackets and braces outside of strings, the braces as brackets. `runs`: where chunks of the body
-    begin and end that have only commas between values.
+    """`brackets`: all brackets and braces outside of strings, the braces as brackets. `runs`: the begin and end of
+    each chunk of the body whose values have only commas between them.
     """
 
     brackets: bytes

@@ -22,7 +22,7 @@ class Breakpoint(NamedTuple):
 
     part: Part
     at: int  # the tool, the system block, or the message
-    block: int = 0  # of a message; -1: its last
+    block: int = 0  # the block of a message; -1: the last
     ttl: str = TTLS[0]
 
 

@@ -25,7 +25,7 @@ class StepWork(NamedTuple):
         return max(0, self.num_rows - num_flat_rows)
 
     def num_prompt_tokens_beyond(self, num_flat_rows: int) -> int:
-        """Counts the prompt tokens that are not free. As many are free as there are fewer rows than free rows."""
+        """Counts the prompt tokens that are not free. Those in place of rows missing from `num_flat_rows` are free."""
         return max(0, self.num_prompt_tokens - max(0, num_flat_rows - self.num_rows))
 
 

@@ -72,7 +72,7 @@ def running_child(
     """Runs a command during the block, and then ends it and its group. Its standard input is closed when this process
     ends.
 
-    `folder`: the folder in which it finds modules. `fds`: descriptors that it inherits.
+    `folder`: its working folder, where it finds modules. `fds`: descriptors that it inherits.
     """
     with log.open("wb") as output:
         child = subprocess.Popen(

@@ -1,7 +1,7 @@
 """`python -m benchmarks engine --shape moe-1B`: experts of a model with random weights, a router and a shared expert.
 
-Compares the experts' time to reading the chosen experts' weights, and a prompt's to a dense model with as many
-operations.
+Compares the experts' time to the time of reading the chosen experts' weights, and a prompt's time to that of a dense
+model with as many operations.
 """
 
 from __future__ import annotations

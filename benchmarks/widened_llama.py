@@ -31,9 +31,9 @@ Weights = dict[str, torch.Tensor]
 def widened(folder: Path, out: Path, shape: ModelShape, noise: float = 0.0) -> Path:
     """Writes the model in `folder`, padded to `shape` and in float32, to `out`. Returns `out`.
 
-    A norm divides by the root of the mean of squares. The additional zeros lower this mean, for which weights and
-    epsilon are corrected. Ids beyond the small vocabulary have logit 0. `noise`: the scale of the new layers' results.
-    Raises ConfigError.
+    A norm divides by the root of the mean of squares. The additional zeros lower this mean, so weights and epsilon are
+    corrected. Ids beyond the small vocabulary have logit 0. `noise`: the scale of the new layers' results. Raises
+    ConfigError.
     """
     config = json.loads((folder / CONFIG).read_text())
     small = {name: weight.float() for name, weight in load_file(folder / WEIGHTS).items()}

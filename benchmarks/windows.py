@@ -1,5 +1,5 @@
-"""`python -m benchmarks engine --parts windows`: counts simultaneous requests in the same memory, with layers split by
-window and not.
+"""`python -m benchmarks engine --parts windows`: counts simultaneous requests in the same memory, with and without a
+group of their own for layers with windows.
 
 Uses the engine's sizes and scheduler, without a model, and admits prompts until no more fit. There are two layers of
 gpt_oss: one sees all tokens, the other a window.

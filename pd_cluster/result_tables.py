@@ -7,7 +7,7 @@ The file of `--json FILE`:
 
 `value` is null if nothing could be measured. `samples` is the number of measurements that `value` summarizes; `spread`
 is their interquartile range divided by their median, null for fewer than two. `goal` and `met` are null if no goal was
-set; a goal without a value is not met. Knows nothing of how they are measured; imports no torch.
+set; a goal without a value is not met. Knows nothing of how figures are measured; imports no torch.
 """
 
 from __future__ import annotations

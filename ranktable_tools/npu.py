@@ -39,7 +39,7 @@ class Chip(NamedTuple):
     npu_id: int
     chip_id: int
     logic_id: int
-    phy_id: int | None = None  # if the program has that column
+    phy_id: int | None = None  # None: the table lacks that column
 
     @property
     def device_ids(self) -> list[int]:

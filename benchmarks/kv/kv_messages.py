@@ -70,7 +70,8 @@ class OpenLane(msgspec.Struct, frozen=True, tag="open_lane"):
 
 
 class Handover(msgspec.Struct, frozen=True, tag="handover"):
-    """For the sender: moves over this lane. Returns times of shipments and confirmations, and the last blocks."""
+    """For the sender: makes the move over this lane. Returns times of shipments and confirmations, and the last blocks.
+    """
 
     lane: str
     move: Move
@@ -89,7 +90,9 @@ class Memcpy(msgspec.Struct, frozen=True, tag="memcpy"):
 
 
 class OpenGloo(msgspec.Struct, frozen=True, tag="open_gloo"):
-    """For both at the same time. `port` 0: hosts the rendezvous and answers; a second command has its port."""
+    """First for the sender with `port` 0: it hosts the rendezvous, and answers with its port. Then for both at once,
+    with that port.
+    """
 
     port: int = 0
 

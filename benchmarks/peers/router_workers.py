@@ -88,7 +88,7 @@ class Worker:
         self._waiting: dict[str, Leg] = {}
         self._running: dict[str, Leg] = {}
         self._num_running = 0  # sequences
-        self._free_s = 0.0  # time at which the previous prompt is computed
+        self._free_s = 0.0  # when the last accepted prompt will have been computed
         self._landed: set[str] = set()  # transfers that landed before their Submit was read
         self._ends: dict[str, list[LegEnd]] = {}  # conn -> ends of legs that were handed over with the last step
         self._events: list[wire.TraceEvent] = []

@@ -46,7 +46,7 @@ class Agents:
     result_tokens: int = 2_400  # length of a tool's result
     output_tokens: int = 317
     tool_s: float = 6.0
-    user_s: float = 240.0  # median pause for the user; one pause in eight, on average
+    user_s: float = 240.0  # median pause for the user, who causes one pause in eight on average
 
 
 def run(num_requests: int, seed: int, export: str, json: str) -> None:

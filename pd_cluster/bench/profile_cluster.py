@@ -166,7 +166,7 @@ class _Asked:
 
         await asyncio.gather(*(sends() for _ in range(AT_ONCE)))
         found = await self.timelines(min(num_sent, AT_ONCE * MOST_EACH))
-        return found[: max(1, len(found) - AT_ONCE)]  # without the oldest, during which nothing was decoded
+        return found[: max(1, len(found) - AT_ONCE)]  # without the oldest, whose prompts had no decodes beside them
 
     async def timelines(self, num: int) -> list[Timeline]:
         """Returns the timelines of the last requests, the newest first."""

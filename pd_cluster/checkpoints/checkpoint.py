@@ -106,7 +106,7 @@ class Checkpoint:
     def of(cls, engine: EngineConfig, base: Checkpoint | None = None) -> Checkpoint:
         """Opens the model that an engine serves, with its overrides. Raises ModelError.
 
-        `base`: the same model, of which this folder has only config.json and the weights.
+        `base`: the same model with all its files, if this folder has only config.json and the weights.
         """
         path = resolve_model(engine.model, engine.revision, engine.download_dir)
         tokenizer_path = _tokenizer_path(engine, path)

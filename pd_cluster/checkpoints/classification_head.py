@@ -1,5 +1,4 @@
-"""The head of a sequence classifier, which is a linear layer on the last token's final hidden state, as in
-transformers.
+"""The head of a sequence classifier: a linear layer on the last token's final hidden state, as in transformers.
 
 A classifier's folder has `architectures: […ForSequenceClassification]`, the weight `score.weight`, and no output layer
 of a language model. Imports no torch.

@@ -44,7 +44,7 @@ TOWER_FIELDS = ("depth", "hidden_size", "hidden_act", "num_heads", "in_channels"
 TIME_SHARE, ROPE_THETA = (
     20,
     500_000.0,
-)  # defaults for older files: the share of half a head for time, and the rotary base
+)  # defaults for older files: how many of a head's rotated pairs are for time, and the rotary base
 
 
 def may_be(config: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from pd_cluster.errors import ModelError
 
 MAX_HEADER_NBYTES = 100 << 20  # the limit of safetensors itself
 MAX_TENSORS = 1 << 20
-MARKS_OF_TENSOR = {b":": 4, b",": 5}  # including the comma after it
+MARKS_OF_TENSOR = {b":": 4, b",": 5}  # mark -> its number in a tensor's entry, including the comma after the entry
 MARKS_OF_METADATA = 4096
 PREFIX_NBYTES = 8
 MAX_NAME = 300  # characters of a name in errors

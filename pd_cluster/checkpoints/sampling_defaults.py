@@ -14,7 +14,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError, called
 from pd_cluster.settings.sampling_override import KNOWN, Number, Override
 
-NEUTRAL = "vllm"  # --generation-config: no file's sampling defaults
+NEUTRAL = "vllm"  # the value of --generation-config for which no file is read
 
 
 def sampling_defaults(checkpoint: Checkpoint, source: str, override: Mapping[str, Number | None]) -> dict[str, Number]:

@@ -21,8 +21,8 @@ from pd_cluster.errors import ModelError
 SAMPLE_NBYTES = 64 << 10
 WHOLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Names of a text model's weights in a multimodal folder, as transformers 5 and 4 write them, without a head, and
-# without a prefix.
+# Names of a text model's weights in a multimodal folder: as transformers 5 and 4 write them, those of models without an
+# output layer, and those without a prefix.
 TEXT_WEIGHTS = re.compile(
     r"(?:model\.language_model|language_model\.model|language_model|model(?!\.(?:visual|vision|audio)))"
     r"\.(?P<rest>(?:model\.)?(?:embed_tokens|layers|norm)\..+)|(?:language_model\.|model\.)?(?P<head>lm_head\..+)"

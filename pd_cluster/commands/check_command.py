@@ -1,8 +1,8 @@
 """`pd-cluster check`: shows how this process would use the given rank tables and variables, and every deadline.
 
-Shows the KV pools of the model that the variables name. For a worker on NPUs, also shows HCCL's variables, with the
-default deadlines. On a machine with NPUs, also shows the versions of their software and faults in it. Uses devices and
-the network only with `--network`.
+Shows the KV pools of the model that the variables name. For a worker on NPUs, also shows HCCL's variables, derived from
+the default deadlines. On a machine with NPUs, also shows the versions of their software and faults in it. Uses devices
+and the network only with `--network`.
 """
 
 from __future__ import annotations

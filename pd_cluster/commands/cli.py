@@ -303,7 +303,7 @@ def _free_port(num_schedulers: int) -> int:
 
 
 def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[str, list[str]]:
-    """Returns the model, which may precede the flags, and the flags, with the adapter's. Raises ConfigError."""
+    """Returns the model, which `arguments` may begin with, and the flags with the adapter's. Raises ConfigError."""
     if arguments and not arguments[0].startswith("-"):
         first, *arguments = arguments
         if model:

@@ -14,7 +14,7 @@ from pd_cluster.transport.transport_table import CHOICES
 
 
 def check_launch(options: ServeOptions, env: Mapping[str, str]) -> None:
-    """Checks the values that all instances on this host will get, and the files that these name. Raises ConfigError."""
+    """Checks the values that all instances on this host will get, and the files that they name. Raises ConfigError."""
     options.check()
     policy_of(options.routing(POLICIES).policy)
     options.handover(CHOICES)

@@ -1,4 +1,4 @@
-"""Options of `bench load` and `simulate`: a load, its goals, its report. Only --help-all shows options of details."""
+"""Options of `bench load` and `simulate`: a load, its goals, its report. Only --help-all shows those for details."""
 
 from __future__ import annotations
 

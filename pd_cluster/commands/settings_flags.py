@@ -46,7 +46,7 @@ def takes(
     choices: Mapping[str, str] | None = None,
     usual: Collection[str] | None = None,
 ) -> Callable[[Command], Command]:
-    """Gives a function with `**given` a signature with an option for each setting, for typer, after the parameter
+    """Returns a decorator that makes a function's `**given`, for typer, an option for each setting, after the parameter
     `after`.
 
     `show_envvar`: whether the help shows the variables. `choices`: the choices in words, for settings whose
@@ -67,7 +67,7 @@ def takes(
 
 
 def with_options(command: Command, options: Iterable[inspect.Parameter], after: str) -> Command:
-    """Gives a function with `**given` these options in its place, after the parameter `after`."""
+    """Gives a function these options in place of its `**given`, after the parameter `after`."""
     own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "given"]
     at = next(at for at, each in enumerate(own, 1) if each.name == after)
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own[:at], *options, *own[at:])]

@@ -27,7 +27,7 @@ DOWN = ("failed", "unreachable")
 
 
 class ClusterSamples:
-    """The results of several queries: samples, marks, and rates, which are computed from two queries."""
+    """The results of several queries: samples, events (marks), and rates, which are computed from two queries."""
 
     def __init__(self) -> None:
         self.samples: deque[dict[str, Any]] = deque(maxlen=NUM_SAMPLES)

@@ -25,7 +25,7 @@ class StepWork(NamedTuple):
         return max(0, self.num_rows - num_flat_rows)
 
     def num_prompt_tokens_beyond(self, num_flat_rows: int) -> int:
-        """Counts the prompt tokens that are not free. As many are free as there are fewer rows than free rows."""
+        """Counts the prompt tokens that are not free. Those in place of rows missing from `num_flat_rows` are free."""
         return max(0, self.num_prompt_tokens - max(0, num_flat_rows - self.num_rows))
 
 
@@ -85,7 +85,7 @@ Factor = Annotated[float, msgspec.Meta(ge=0.1, le=100.0)]
 class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
     """The factors by which a step takes longer while an instance of the other role computes on the host; 1: no effect.
 
-    `num_cores`: the cores of the host; 0: unknown. If more instances compute than there are cores, they share them.
+    `num_cores`: the cores of the host; 0: unknown. If more instances compute than that, they share the cores.
     """
 
     decode_beside_prefill: Factor = 1.0
@@ -115,7 +115,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     handover: HandoverCost = HandoverCost()
     host: HostCost = HostCost()
     neighbour: NeighbourCost = NeighbourCost()
-    kv_token_nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of a token, all layers, on one device
+    kv_token_nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # bytes of a token in all layers, on one device
     num_blocks: Annotated[int, msgspec.Meta(ge=1)] = 4096  # blocks of an instance's pool
     block_size: Annotated[int, msgspec.Meta(ge=1)] = 16
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1)] = 256

@@ -124,7 +124,7 @@ class CoreAffinity:
                 self._watch.begin(self.clock())
 
     def take(self, num_threads: int) -> None:
-        """Binds a step's threads to the rank's cores; if there are more threads than these, they may use all cores."""
+        """Binds a step's threads to the rank's cores; more threads than the rank has cores may use all cores."""
         is_home = self._may_bind and not self._is_off and num_threads <= len(self.cores)
         if is_home != self._is_home:
             self._bind(self.cores if is_home else self.all_cores)

@@ -18,14 +18,14 @@ class Kind:
     name: DeviceKind
     noun: str  # names one device in messages
     dist_backend: Literal["gloo", "nccl", "hccl"]  # torch's backend for groups over such devices
-    emulates_16_bits: bool = False  # which is slow
+    emulates_16_bits: bool = False  # 16-bit computation works, but is slow
     attends_in_float32: bool = True
-    has_doubles: bool = True  # that are fast enough to use
+    has_doubles: bool = True  # double precision is fast enough to use
     block_size: int = 16  # default number of tokens in a KV block
     wants_layers_apart: bool = False  # attention needs the KV of every layer to be contiguous
     most_plane_numel: int = 0  # the most elements of a layer's plane that operators can index; 0: any number
     large_nbytes: int = 0  # steps are large by default on a device with at least this much memory; 0: on none
-    runs_triton: bool = False  # for attention, and FlashInfer with it
+    runs_triton: bool = False  # attention can use Triton or FlashInfer
     graphs_take_any_context: bool = False  # one graph serves every context length
     captures_at_start_only: bool = False  # a capture is too long or too risky for a step that clients wait for
     captures_sums: bool = True  # graphs may contain sums over ranks by default

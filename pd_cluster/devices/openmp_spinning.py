@@ -92,7 +92,7 @@ class Spinning:
         self._remove()
 
     def _measure(self) -> float:
-        """Returns the largest share of the time since the last call that a thread of this process had no core."""
+        """Returns the largest share of the time since the last call for which a thread of this process had no core."""
         began_s, found = self.clock(), {}
         with contextlib.suppress(OSError, ValueError):  # if the kernel does not count waiting, spinning stays unchanged
             found = {int(each): self.waited(int(each)) for each in os.listdir(TASKS)}

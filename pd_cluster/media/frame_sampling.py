@@ -14,7 +14,7 @@ class FrameSampling(msgspec.Struct, frozen=True):
     fps: float = 0.0
 
     def indices(self, num_frames: int, fps: float, most: int | None = None) -> list[int]:
-        """Returns the indices for a video with `num_frames` frames. `most`: a lower limit that the request sets."""
+        """Returns the indices for a video with `num_frames` frames. `most`: the request's limit, if it sets one."""
         wanted = min(num_frames, self.num_frames if most is None else most)
         if self.fps:
             wanted = min(wanted, max(1, math.floor(num_frames / fps * self.fps)))

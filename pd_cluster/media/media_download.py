@@ -31,7 +31,7 @@ PLAIN_URL = re.compile(r"[\x21-\x7e]+")
 PIECE_NBYTES = 1 << 16
 # IPv6 addresses that contain IPv4 addresses: 6to4, NAT64 and Teredo
 TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32")))
-UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses; `is_global` has some others
+UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses; `is_global` is also true for some others
 OF_CLOUDS = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")))  # services inside clouds
 
 

@@ -20,7 +20,7 @@ from pd_cluster.media.kinds.qwen import GridRules
 
 MOST_FRAMES = 768
 MOST_FPS = 1000.0
-MOST_PIXELS = 2**31  # maximum, more than any folder allows
+MOST_PIXELS = 2**31  # the largest area that is read, more than any folder allows
 # A request's names -> fields of ReadOptions
 KEYS: Mapping[str, tuple[str, ...]] = {
     "min_pixels": ("min_pixels", "video_min_pixels"),

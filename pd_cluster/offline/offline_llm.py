@@ -61,8 +61,8 @@ class LLM:
     (docs/flags.md). Each is honoured, ignored with one warning if it cannot matter, or refused with the reason. Note:
 
     - `dtype` "auto" is the checkpoint's dtype, except on the CPU, where it is float32, because 16-bit computation is
-      slow. TACO-LLM's documentation converts a float32 checkpoint to float16; this project does not. Warnings report
-      both. "float16" and "bfloat16" are honoured.
+      slow. Unlike in TACO-LLM's documentation, a float32 checkpoint does not become float16. Warnings report both
+      cases. "float16" and "bfloat16" are honoured.
     - `gpu_memory_utilization` 0.9, the default, has no effect: the pool then gets a size that suits a CPU, whose memory
       other processes also use. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
     - `seed` determines the seeds of requests without a seed, in the order of the input, so that the same script gives
@@ -251,8 +251,8 @@ class LLM:
         """Returns an output for each prompt, in order, with its vector in `.outputs.embedding`.
 
         A vector is the final hidden state (after the last norm) of the prompt's last token, or the mean over all tokens
-        if the checkpoint's `1_Pooling/config.json` says so. The vector is cut to `dimensions` values and divided by its
-        norm.
+        if the checkpoint's `1_Pooling/config.json` says so. The vector is cut to `dimensions` values and, unless
+        `normalize` is False, divided by its norm.
 
         `prompts`: as for `generate`. `pooling_params`: one for all, or one for each. Raises RequestError, before any
         work, for errors that do not depend on the model; the prompt's `error_code` and `error_msg` report other errors.

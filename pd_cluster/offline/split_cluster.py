@@ -97,7 +97,7 @@ class SplitCluster:
         return AdapterBook(self.context.roster, self.context.router.adapters, self.context.adapters, rules)
 
     async def close(self) -> None:
-        """Ends the processes by signals, then kills the rest. Removes the rank tables. A second Ctrl-C kills now."""
+        """Ends the processes by signals, then kills the rest; a second Ctrl-C kills now. Removes the rank tables."""
         try:
             for task in self._working:
                 task.cancel()

@@ -96,7 +96,7 @@ def step_cost(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape) -> S
     row_s = prompt_s = product_s
     num_flat_rows = int(read_s / product_s)
     state_s = 2 * _state_nbytes(needs, size) / rate  # read and written
-    if token_s or state_s:  # no row is free: the line goes through the time of a step with all seats
+    if token_s or state_s:  # no row is free: the linear cost is exact for a step with all seats taken
         seats = shape.max_num_seqs
         row_s, num_flat_rows = token_s + state_s + max(0.0, product_s - read_s / seats), 0
         prompt_s = token_s + max(0.0, product_s - read_s / shape.max_num_batched_tokens)

@@ -153,7 +153,7 @@ class Search:
         return [*found[True][:num_hybrid], *found[False][: NUM_SPLITS - num_hybrid]]
 
     def _variants(self, able: Sequence[LayoutCandidate], best: Sequence[CandidateRun]) -> list[LayoutCandidate]:
-        """Returns the layouts of these runs, and by split and policy the other settings with the best estimates."""
+        """Returns the layouts of these runs, then other settings: in turn, each split's and policy's best estimates."""
         names = {each.candidate.name for each in best}
         groups: dict[tuple[str, str], list[LayoutCandidate]] = {}
         for each in sorted((each for each in able if each.name in names), key=self._guess):

@@ -1,6 +1,6 @@
 """Both ends of lanes that send no bytes: sending only takes time. Links, their opening and transfers are real.
 
-An instance sends only one byte at a time, and receives only one at a time. Layers are sent as soon as a step has
+An instance sends one payload after another, and receives one after another. Layers are sent as soon as a step has
 written them, so when a prompt's last step ends, only its last layer or one payload remains to be sent.
 """
 

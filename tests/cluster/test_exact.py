@@ -51,7 +51,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 def complete_all(cluster: LiveCluster, model: Path, prompts: list[list[int]]) -> None:
     """Sends all prompts at once and compares each answer with the reference; both decode instances must serve.
 
-    An instance that answers before the next request is sent may get that one, too; if so, sends other prompts.
+    An instance that answers before the next request is sent may get that request, too; then sends other prompts.
     """
     before = {name: cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1")}
 

@@ -78,7 +78,7 @@ def test_a_kill_of_each_role(checkpoint: Callable[[str], Path], tmp_path: Path, 
 
 @pytest.mark.slow
 def test_an_instance_with_a_host_cache_and_one_without(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """A host cache needs windowed layers in the common pool, so decode, which has none, is given the flag for that."""
+    """A host cache needs windowed layers in the common pool; a flag gives decode, without a host cache, that pool."""
     rng, folder = random.Random(6), checkpoint("gpt_oss")
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     own = {"prefill-0": ["--kv-host-cache=0.01"], "decode-0": ["--disable-hybrid-kv-cache-manager"]}

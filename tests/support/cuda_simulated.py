@@ -75,8 +75,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
     for name in ("empty", "zeros"):
         patch.setattr(torch, name, _unpinned(getattr(torch, name)))
-    patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # weights are packed for CPUs only,
-    patch.setattr(packed_products, "load_library", lambda flags: None)  # and multiplied in bfloat16 there
+    patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # so that no weights are packed for a CPU
+    patch.setattr(packed_products, "load_library", lambda flags: None)  # so that no products are those for CPUs
     patch.setattr(step_graphs, "MAX_START_S", 0.0)
 
 

@@ -124,8 +124,8 @@ def test_an_answer_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at load compares logits with transformers'; float16 keeps the weights of index heads in float32."""
-    monkeypatch.setattr(model_loader, "can_fuse", lambda model: True)  # torch sees a CPU as the device,
-    monkeypatch.setattr(fuse_model, "is_narrow", lambda model: False)  # which has other 16-bit layers
+    monkeypatch.setattr(model_loader, "can_fuse", lambda model: True)  # torch sees a CPU as the device
+    monkeypatch.setattr(fuse_model, "is_narrow", lambda model: False)  # a CPU has other 16-bit layers
     core, runner = core_of(make_checkpoint(tmp_path, "deepseek_v32", num_hidden_layers=2), dtype=dtype)
     assert isinstance(runner.model, FusedCausalLM)
     assert [each.weighs_in_float32 for each in runner.model.indexers] == [dtype == "float16"] * 2

@@ -210,7 +210,9 @@ class Ends:
 
 
 def first_tokens(request: Request) -> list[TokenOutput]:
-    """Returns P's first tokens, one per sequence. One of several sequences ends with it; all do if max_tokens is 1."""
+    """Returns P's first tokens, one for each sequence: the end of one of several sequences, or of all if max_tokens is
+    1.
+    """
     sampling = request.sampling
     if sampling.beam_width:
         return first_tokens_of(request, candidates(Request("", RequestSpec(request.prompt_token_ids, sampling))))

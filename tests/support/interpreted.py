@@ -3,7 +3,8 @@
 Cases are test functions in files that pytest does not collect by default; `run_cases` runs them in the child.
 The interpreter of Triton 3.6 truncates bfloat16 where a GPU rounds to nearest even, multiplies its bits as if they were
 integers, and counts loops in a way that numpy 2.4 no longer allows: `mend` fixes all three. At each call of each
-function it also searches the whole language for functions to replace, a third of the time; `mend` does so once.
+function it also searches the whole language for functions to replace, which takes a third of the time; `mend` does so
+once.
 """
 
 from __future__ import annotations

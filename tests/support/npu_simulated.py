@@ -44,8 +44,8 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     for name in ("empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.backends.mkldnn.is_available = lambda: False  # neither packs weights for CPUs
-    packed_products.load_library = lambda flags: None  # nor multiplies in bfloat16 as on CPUs
+    torch.backends.mkldnn.is_available = lambda: False  # so that no weights are packed for a CPU
+    packed_products.load_library = lambda flags: None  # so that no products are those for CPUs
     devices.npu_files = lambda: [f"/dev/davinci{i}" for i in range(NUM_DEVICES)]
 
 

@@ -15,8 +15,8 @@ WAIT = "griddepcontrol.wait"
 
 
 def order_of(ptx: str) -> dict[str, int]:
-    """Counts atomic operations on global memory, and those that order results around them; waits for the previous
-    kernel, what is accessed before the first of them, and permissions for the next kernel.
+    """Counts atomic operations on global memory (`counts`), those that order results around them (`ordered_counts`),
+    waits for the previous kernel, accesses before the first wait, and permissions for the next kernel (`lets_go`).
     """
     return {
         "counts": len(re.findall(r"\batom\.(?!shared)", ptx)),

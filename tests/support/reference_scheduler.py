@@ -203,7 +203,7 @@ class Reference:
         return plan
 
     def able(self) -> list[Job]:
-        """Returns the waiting jobs that may get a place, without further sequences while all their places are taken."""
+        """Returns the waiting jobs that may get a place: no further sequences while all places for these are taken."""
         is_full = self.further() >= self.most_further()
         return [j for j in self.of("waiting") if not (is_full and j.order[-1])]
 

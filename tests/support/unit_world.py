@@ -20,7 +20,7 @@ from pd_cluster.errors import InstanceLost
 
 LONGEST_STEP_S = 2.0
 DEAD_AFTER_S = 3.0
-CLOSES_AFTER_S = 0.5  # from this long after a drain's begin, no rows arrive
+CLOSES_AFTER_S = 0.5  # no rows arrive later than this after a drain begins
 Counts = list[int]
 Event = int | tuple[int, wire.Body | None]  # number of arriving rows; or (sender, message), None: connection lost
 

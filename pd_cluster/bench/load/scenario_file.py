@@ -46,7 +46,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`profile`: guidellm's, such as `kind=sweep,sweep_size=5`; "": our rows' times. `max_s`: the limit of a run."""
+    """`profile`: guidellm's, such as `kind=sweep,sweep_size=5`; "": our rows' times. `max_s`: a run's longest time."""
 
     target: str
     model: str

@@ -106,7 +106,7 @@ def _span(
     end_ms: float,
     also: Callable[[list[Event]], str] = lambda found: "",
 ) -> Row:
-    """Returns a bar from the first event to the next, or to the last known event if the next is missing."""
+    """Returns a bar from the first `start` to the first `stop`, or to the last known event if `stop` is missing."""
     start_ms = next((e["at_ms"] for e in events if e["what"] == start), None)
     if start_ms is None:
         return Row(name, [], "")

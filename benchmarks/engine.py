@@ -28,8 +28,8 @@ UNITS = {"_ms": "ms", "_gb_per_s": "GB/s", "_tokens": "tokens"}
 Figures = Mapping[str, float]
 Round = Mapping[str, PeerResult]
 STEP_GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
-    ("decode step of 1 ÷ reading the weights", 1.4, "x", lambda f: f["decode_1_ms"] / f["read_weights_ms"]),
-    ("decode step of 32 ÷ its linears alone", 1.25, "x", lambda f: f["decode_32_ms"] / f["linears_32_ms"]),
+    ("step of 1 sequence ÷ time to read the weights", 1.4, "x", lambda f: f["decode_1_ms"] / f["read_weights_ms"]),
+    ("step of 32 sequences ÷ its linear layers alone", 1.25, "x", lambda f: f["decode_32_ms"] / f["linears_32_ms"]),
     ("1,024-token prefill ÷ its linears", 1.25, "x", lambda f: f["prefill_1024_ms"] / f["linears_1024_ms"]),
     ("bookkeeping of a step of 32", 0.5, "ms", lambda f: f["bookkeeping_32_ms"]),
     ("greedy sampling of 32", 3.0, "ms", lambda f: f["greedy_32_ms"]),

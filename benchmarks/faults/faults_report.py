@@ -24,7 +24,8 @@ COLUMNS = ("requests", "complete", "exact", "replayed", "seen after", "served af
 
 LEGEND = """complete: share of the requests. exact: share of these with the tokens of the run without faults.
 seen after: from the signal until /instances shows the loss. served after: from the new scheduler's start to an answer.
-worst gap: between two arrivals of a stream. worst wait: for a first token. held: blocks at the end.
+worst gap: longest time between two events of a stream. worst wait: longest time to a first token.
+held: blocks at the end.
 Each run also counts processes, descriptors, files in /dev/shm and memory: at its end, minus before it."""
 
 

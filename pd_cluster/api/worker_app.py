@@ -40,7 +40,7 @@ def make_app(ranks: Ranks) -> Starlette:
         return JSONResponse(body, 200 if ready else 503)
 
     async def instance(request: Request) -> Response:
-        """Returns the identity; while the state equals `unless`, waits up to `for_s` seconds."""
+        """Returns the identity. If the state equals `unless`, first waits up to `for_s` seconds for it to change."""
         asked = request.query_params
         try:
             await ranks.no_more(asked.get("unless", ""), min(float(asked.get("for_s", 0)), MOST_WAIT_S))

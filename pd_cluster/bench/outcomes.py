@@ -38,7 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     first_s: float | None = None  # when its first token came
     last_s: float | None = None  # when its last token came
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens that the instance that computed the prompt had cached
+    num_cached_tokens: int = 0  # prompt tokens found in the cache of the instance that computed the prompt
     num_output_tokens: int = 0
     longest_gap_s: float = 0.0  # the longest time between two of its tokens
     late_s: float = 0.0  # delay between its planned time and its sending

@@ -37,9 +37,9 @@ QUIET_S = 10.0  # minimum time before spinning is allowed again
 
 @dataclass(slots=True)
 class Spinning:
-    """Makes waiting threads sleep at once, at first and whenever other programs need the cores. `close` ends this.
+    """At first and while other programs need the cores, makes waiting threads sleep without spinning.
 
-    `num_threads`: the number of threads of a step. The computing thread calls `tick` between steps.
+    `close` ends this. `num_threads`: the number of threads of a step. The computing thread calls `tick` between steps.
     """
 
     runtime: ctypes.CDLL  # the OpenMP library whose threads torch uses

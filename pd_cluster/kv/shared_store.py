@@ -83,7 +83,7 @@ class SharedStore:
         return bool(self._try(lambda: self._client.set(key, sealed), False))
 
     def num_leading(self, contents: list[bytes]) -> int:
-        """Returns how many of the leading contents the store has, under any secret; 0 if the store does not answer."""
+        """Returns how many of the first contents are in the store, under any secret; 0 if it does not answer."""
         names = [self._keys(content) for content in contents]
 
         def ask() -> list[int]:

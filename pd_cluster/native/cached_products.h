@@ -1,19 +1,19 @@
-// Products whose weights are decoded once for many blocks of rows. Some spans of one or two panels at a time are
-// decoded into the cache. Weights stored as floats are read in place, while the next ones are prefetched. As in
-// span_products.h, a result is one chain of additions over each span and one chain over the spans, so the bits are
-// equal.
+// Products whose weights are decoded once for many blocks of rows. A few spans at a time, of one or two panels, are
+// decoded into a buffer that stays in the cache. Weights stored as floats are read in place, while the next ones are
+// prefetched. As in span_products.h, a result is one chain of additions over each span and one chain over the spans, so
+// the bits are equal.
 #pragma once
 #include "register_blocks.h"
 
 #if VL == 16
 #define NEAR_NBYTES 32768 // bytes of decoded weights
-#define NEAR_ROWS 528     // maximum number of rows of an item, with which x of these spans stays in the L2 cache
+#define NEAR_ROWS 528     // the most rows of a work item: x of so many rows and a few spans stays in the L2 cache
 #else
 #define NEAR_NBYTES 16384
 #define NEAR_ROWS 264
 #endif
 #define NEAR_X_NBYTES (2 << 20) // bytes of the rows that are prepared and multiplied together
-#define LEAST_NEAR_ROWS 96      // least number of such rows, however wide: each part of rows decodes the weights again
+#define LEAST_NEAR_ROWS 96      // at least so many, however wide, because weights are decoded again for each such part
 #define NEAR_PANELS (BLOCK_SUMS / BLOCK_ROWS / PARTS)
 
 typedef struct {

@@ -25,8 +25,8 @@ Activations = Literal["float32", "bfloat16", "int8"]  # the form in which activa
 Way = Literal["float32", "dot products", "tiles"]
 
 PANEL = 16  # packed_weights.h
-# Maximum number of inputs of a span (packed_weights.h) if weights are decoded once for many rows; MOST_NUMBERS applies
-# to weights decoded to float32.
+# Maximum number of inputs of a span (packed_weights.h) if weights are decoded once for many rows: MOST_NUMBERS if they
+# are decoded to float32, otherwise MOST_DECODED.
 MOST_DECODED = 128
 MOST_NUMBERS = 256
 MOST_EXACT_INPUTS = 65_536  # up to this number of inputs, sums of products of codes stay below 2^31

@@ -58,7 +58,7 @@ class EventPublisher:
         self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # (sequence number, batch)
         self.replays = EventReplays(self._topic, self._past)
         self._next = self._num_queued = 0
-        # Counts of batches not queued, batches not sent, and times that a subscriber fell behind.
+        # Numbers of batches not queued, of batches not sent, and of times a subscriber fell behind.
         self._num_lost = self._num_failed = self._num_slow = 0
         self._logged_s = -LOG_AGAIN_S
         self._stopping = self._is_broken = False
@@ -83,7 +83,7 @@ class EventPublisher:
 
     @property
     def num_dropped(self) -> int:
-        """Counts batches that were not queued or not sent, plus the times that a subscriber's queue was found full.
+        """Counts batches that were not queued or not sent, plus the number of times a subscriber's queue was full.
 
         A subscriber with a full queue misses batches until it reads again.
         """

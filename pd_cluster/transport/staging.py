@@ -55,8 +55,8 @@ class Staging:
     def _in_place(self, piece: KVPiece) -> torch.Tensor | None:
         """Returns a view of the piece's bytes in the pool if they have the payload's order; otherwise None.
 
-        A view is safe, although P may rewrite blocks after a transfer was abandoned: the receiver commits only blocks
-        that P has held until then, as with transports that read the pool.
+        A view is safe although P may rewrite blocks once a transfer is abandoned: D uses blocks only after P has
+        confirmed that it still held them, as with transports that read the pool.
         """
         return self._pool.memory.view_of(piece) if self._route.is_verbatim else None
 

@@ -55,7 +55,7 @@ class Request:
     rope_positions: RopePositions | None = field(init=False)
     gathers: bool = field(init=False)  # several of its tokens may be sent together, as its request spec allows
     num_virtual_tokens: int = field(init=False)  # the prompt's first tokens that an adapter provides
-    batch: str = field(init=False)  # sequences of one batch and priority have the same name, and wait for each other
+    batch: str = field(init=False)  # client's batch and priority; sequences with equal values wait for each other
 
     attempt: int = 0
     arrival_s: float = 0.0

@@ -13,7 +13,7 @@ class PullHint(msgspec.Struct, frozen=True, array_like=True):
     """A prefill instance that has the first `num_tokens` tokens of a prompt in its caches.
 
     `peer`: its name@epoch. `within_s`: the time in which the receiver would compute the tokens that it lacks. `wakes`:
-    the peer's link to the receiver is at rest, and `Wake` has been sent to the peer.
+    the peer's link to the receiver is at rest (docs/glossary.md), so `Wake` has been sent to the peer.
     """
 
     peer: str
@@ -23,7 +23,7 @@ class PullHint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Wake(Message, frozen=True):
-    """The receiver opens its link to a prefill instance, `peer` (name@epoch), which will pull over it."""
+    """Asks the receiver to open its link to the prefill instance `peer` (name@epoch), which will pull KV through it."""
 
     peer: str
 

@@ -29,7 +29,7 @@ def test_a_step_ahead_of_the_host_changes_no_token() -> None:
 
 @pytest.mark.parametrize("launches", [False, True])
 def test_drafts_change_no_token(launches: bool) -> None:
-    """Outputs are the same with right, wrong and invalid drafts, in random numbers."""
+    """Outputs stay the same with any random number of correct, wrong and invalid drafts."""
     seen = explore(range(500, 508), launches=launches, drafts=True)
     least = {"drafts": 200, "accepted": 100, "preemptions": 1, "hits": 10, "tier": 10, "ahead": 10 * launches - 1}
     for what, number in least.items():

@@ -59,7 +59,7 @@ class Ranks:
                 each.append(order)
 
     def work(self, rank: int) -> None:
-        """Lets a rank execute an order, usually its first, because reads may overtake."""
+        """Lets a rank execute the first order of its queue."""
         order = self.queues[rank].pop(0)
         files, slots, num = self.files[rank], self.slots[rank], 0
         fails = self.rng.random() < 0.1

@@ -233,7 +233,7 @@ def test_one_that_is_lost_while_others_wait_ends_the_wait() -> None:
 
 
 def test_members_have_one_kind_of_device_and_accelerators_one_size_of_steps(checkpoint: Callable[..., Path]) -> None:
-    """On accelerators all members compute the largest step at load, whose default depends on the device."""
+    """On accelerators all members compute the largest step at load; its default size depends on the device."""
     engine = EngineConfig(model=str(checkpoint("qwen3_moe")), dtype="float16", max_num_seqs=9)
     cpu, npu = (terms_of(engine, device) for device in (CPU, Device("npu")))
     assert npu.items() - cpu.items() == {("device", "npu"), ("max_num_seqs", "9"), ("max_model_len", "None")}

@@ -247,7 +247,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:kv_event_batches_dropped",
-        "Batches that were not sent, plus the times that a subscriber's queue was full.",
+        "Batches not sent, plus the number of times a subscriber's queue was full.",
         lambda load: load.num_kv_event_drops,
     ),
     OfInstance(
@@ -364,7 +364,7 @@ REQUEST_COUNTERS = (
         for name, text in (
             ("requests", "Requests that arrived, including those refused later."),
             ("prompt_tokens", "Prompt tokens of arrived requests."),
-            ("prompt_pairs", "Pairs of tokens in arrived prompts: the work of attention."),
+            ("prompt_pairs", "Token pairs of arrived prompts, which measure attention's work."),
             ("answers", "Sequences that arrived requests ask for."),
             ("max_tokens", "Sum of maximum output tokens (max_tokens) of arrived requests' sequences."),
         )

@@ -158,7 +158,7 @@ class ElasticMembership:
         return instance
 
     async def add(self, name: str, port: int) -> Instance:
-        """Watches the table's entry with this name from now on, at this port. Raises InstanceNotFound or Refused."""
+        """Starts watching the rank-table entry with this name, at this port. Raises InstanceNotFound or Refused."""
         self._check_owner()
         place, entries = await self._reader.read(self.instances, with_ports=False)
         if not entries:

@@ -29,7 +29,7 @@ class Guess(NamedTuple):
 
 
 class _Hits:
-    """Results of one drafter for one sequence: right drafts, and first wrong drafts."""
+    """Results of one drafter for one sequence: accepted drafts, and first rejected drafts."""
 
     __slots__ = ("num_hits", "num_misses")
 

@@ -71,7 +71,7 @@ class StepPlan:
     lacking: list[Request] = field(default_factory=list)  # ended, because they need images whose pixels are absent
     keeps: list[StateCopy] = field(default_factory=list)  # states to copy after tokens that the step computes
     num_prompt_rows: int = 0  # rows whose logits are needed for prompt_logprobs
-    drafts: dict[Request, list[int]] = field(default_factory=dict)  # by request; they follow its only token
+    drafts: dict[Request, list[int]] = field(default_factory=dict)  # by request; they follow the one token of its chunk
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.chunks.append((request, num_tokens))

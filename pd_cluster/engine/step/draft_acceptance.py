@@ -57,7 +57,7 @@ def draft_rows(plan: StepPlan, first_row: int) -> list[DraftRows]:
 
 
 class Acceptance:
-    """Records the tokens that follow right drafts."""
+    """Records the tokens that follow accepted drafts."""
 
     def __init__(self, sampler: Sampler, scheduler: StepScheduler, commit: Commit) -> None:
         self._sampler, self._scheduler, self._commit = sampler, scheduler, commit
@@ -72,7 +72,7 @@ class Acceptance:
     ) -> dict[Request, int]:
         """Records the tokens that follow each sequence's first token.
 
-        Returns how many drafts of each sequence were right. `known`: the tokens of rows that were drawn at once.
+        Returns how many drafts of each sequence were accepted. `known`: the tokens of rows that were drawn at once.
         """
         accepted = dict.fromkeys((each.request for each in rows), 0)
         depth, going = 0, [each for each in rows if _is_right(each, 0, masks)]

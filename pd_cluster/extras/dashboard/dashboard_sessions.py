@@ -20,7 +20,8 @@ MAX_CODES = 16
 MAX_SESSIONS = 64
 MAX_OF_OWNER = 4
 NUM_CODE_BYTES, NUM_SECRET_BYTES = 16, 32
-LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0  # rate and burst of a public session's queries: two pages, briefly four
+# Rate and burst of a public session's queries: enough for two open pages, or briefly for four.
+LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0
 
 
 class ViewRate:

@@ -125,7 +125,7 @@ class Quirks:
     pairs_neighbours: Callable[[Any], bool] = never
     indexer_pairs: bool = False  # the same for an indexer's rope, which has the same tables
     turn: Turn = turn  # calls the rotary embedding
-    # In architectures without the next two, the config fields that they read may have no effect.
+    # The config's softcap and factors have an effect only in architectures that set the next two fields.
     caps_scores: bool = False  # attention applies the config's softcap
     multipliers: Callable[[Any], Multipliers] = no_multipliers  # returns the config's factors
     activation: Activation | None = None  # replaces the config's activation

@@ -61,5 +61,5 @@ class Adapters(SlotTable[LoraFolder]):
         self.compare_with(new)
 
     def compare_with(self, new: Adapters) -> None:
-        """From now on compares base weights that adapters' files contain with the weights of `new`."""
+        """From now on, base weights in adapters' files are compared with the weights of `new`."""
         self._weights = new._weights

@@ -209,8 +209,8 @@ class DeviceGroup:
     So errors of NCCL or HCCL end the process, at the latest after the timeout. Numbers on the host are exchanged over
     gloo.
 
-    NCCL and HCCL choose the order of a sum by the number of values. `sums_in_order`: instead, each rank receives the
-    values of all others, and adds every element in float32, in rank order, rounded once. `is_symmetric`:
+    NCCL and HCCL choose the order of a sum by the number of values. With `sums_in_order`, each rank instead receives
+    the values of all ranks, adds them in float32 in rank order, and rounds once. `is_symmetric`:
     symmetric_sums.py computes small sums.
     """
 

@@ -53,7 +53,7 @@ def _overwrite(plan: LoadPlan, parts: LoadedParts) -> str:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return "the device has no memory for another layer"
+        return "the device has no memory for a temporary copy of a layer"
     return ""
 
 

@@ -17,7 +17,7 @@ LARGEST_FP8 = 448.0
 
 
 def _steps(groups: torch.Tensor, most: float) -> torch.Tensor:
-    """Returns scales [N, G] with which the largest magnitude of each group of weights [N, G, group] becomes `most`."""
+    """Returns scales [N, G] that map the largest magnitude in each group of weights [N, G, group] to `most`."""
     steps = groups.abs().amax(-1) / most
     return torch.where(steps > 0, steps, 1.0)
 

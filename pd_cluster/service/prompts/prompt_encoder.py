@@ -12,7 +12,8 @@ from pd_cluster.text.control_tokens import ControlTokens, PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
 SHORT_NUM_CHARS = 4096  # longer texts are tokenized on another thread, so that no stream waits for them
-TRUNCATED_NUM_CHARS = 1 << 20  # the maximum number of characters of a text to truncate, unless the context allows more
+# A text that may be truncated may have this many characters, or more if the context allows more.
+TRUNCATED_NUM_CHARS = 1 << 20
 # If a text has more characters than this per token of the context, only that many are tokenized at first.
 PROBED_CHARS_PER_TOKEN = 16
 PROBE_MARGIN = 2  # a text is too long if its beginning alone has this many times the context's tokens

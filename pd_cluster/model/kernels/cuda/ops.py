@@ -39,7 +39,7 @@ from pd_cluster.settings.engine_config import PDL, SKINNY_GATE
 
 MAX_FEATURES = 32768  # the most features that a norm supports: a row stays in one program's registers
 ROW_ELEMENTS_PER_WARP = 512  # elements of a norm: 16 per thread
-FEW_GATED = 1 << 20  # elements; up to this many, programs are small, so that they fill the device
+FEW_GATED = 1 << 20  # up to this many elements, programs are small, so that there are enough to fill the device
 HEAD_ELEMENTS = 512  # elements of half heads, for two warps: 16 bytes per thread at 16 bits
 
 
@@ -50,8 +50,8 @@ class CudaOps:
     is_capturable = True
     wide_latents = False
     few_gated = FEW_GATED
-    # If set, products of latents have the same tile for every number of rows, and with an indexer every token attends
-    # to a list.
+    # If set (deterministic.py), latent kernels use one tile size for any number of rows, and in models with an indexer
+    # every token attends to a list of keys, even if it could attend to all.
     has_one_tile = False
     scans_chunks = True  # chunk kernels of another library may compute prompts in recurrent layers
 

@@ -100,7 +100,7 @@ __all__ = [
 ]
 
 
-# Other projects' module paths, below this package -> the extras' modules that provide them.
+# Paths below this package that are named as other projects' modules -> the extras' modules that provide them.
 _PATHS = {
     "fastdeploy": "fastdeploy",
     "messages": "lmdeploy.messages",

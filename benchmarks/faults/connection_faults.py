@@ -79,7 +79,7 @@ async def starve_scheduler(context: FaultContext) -> FaultObservations:
 
 
 async def starve_worker(context: FaultContext, name: str = "decode-1") -> FaultObservations:
-    """Prevents a worker's parent and rank from opening descriptors, and cuts their links meanwhile."""
+    """Cuts a rank's connections while it and its worker's parent process cannot open descriptors."""
     check_can_cut()
     await context.stage.busy(name)
     pids = [context.stage.pid_of(name), *context.stage.rank_pids(name)]

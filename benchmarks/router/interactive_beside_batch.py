@@ -132,7 +132,7 @@ def _first_token_s(answer: Answer) -> float:
 
 
 async def _steps_s(client: httpx.AsyncClient, seed: int) -> list[float]:
-    """Returns the times that prompts of the batch take, sent one after another, each for one token."""
+    """Sends prompts of the batch one after another, each for one output token, and returns their durations."""
     draw, found = random.Random(f"{seed} steps"), []
     for _ in range(NUM_STEPS):
         started_s = time.monotonic()

@@ -44,9 +44,9 @@ class TraceScale(msgspec.Struct, frozen=True, kw_only=True):
     """Changes that are made to a trace when it is read, in this order: `limit`, `lengths`, `repeat`, `time`."""
 
     limit: int | None = None  # how many of its first requests are read; None: all
-    lengths: float = 1.0  # a factor of all lengths; blocks scale, too, so prefixes keep their shares
+    lengths: float = 1.0  # multiplies all lengths, also those of blocks, so prefixes keep their shares
     repeat: int = 1  # consecutive copies, each with its own ids and sessions
-    time: float = 1.0  # a factor of the intervals between requests; below 1, the load is higher
+    time: float = 1.0  # multiplies the intervals between requests; below 1, the load is higher
 
     def check(self) -> None:
         """Raises ConfigError."""

@@ -81,7 +81,7 @@ class Spinning:
         if share > BEGINS:
             self._quiet_until_s = now_s + QUIET_S
         if share > BEGINS and not self.is_quiet:
-            log.debug("OpenMP's threads sleep at once from now on: other threads need the cores")
+            log.debug("OpenMP's waiting threads now sleep without spinning: other threads need the cores")
             self._sleepers = self._added()
         elif share < ENDS and self.is_quiet and now_s >= self._quiet_until_s:
             log.debug("OpenMP's threads spin before they sleep: the cores are free")

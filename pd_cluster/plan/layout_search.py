@@ -1,4 +1,4 @@
-"""Searches for the smallest layout within the goals, or the best on N devices. Simulates through `CandidateRuns`.
+"""Searches for the smallest layout that meets the goals, or the best on N devices. Simulates through `CandidateRuns`.
 
 For a number of devices, estimated strains choose settings for each split. Halving then finds the best splits, and a
 second halving finds their best settings. Bisection finds the smallest number of devices, because more devices never
@@ -32,7 +32,7 @@ PAST_LIMIT = 1.15  # the bottleneck is determined at this many times the highest
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A layout of the answer. `limit`: the highest load within the goals, as a factor of the trace's load; 0: none."""
+    """A layout of the answer. `limit`: the highest load that meets the goals, in multiples of the trace's; 0: none."""
 
     trial: CandidateRun
     limit: float

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-MIN_NUM_TOKENS = 8  # more than a character's tokens, which are at most its bytes
+MIN_NUM_TOKENS = 8  # more than one character can have: at most one token per byte
 ENOUGH_BLANK_TOKENS = 1024  # no decoder drops this many spaces
 MOST_TOKENS_OF_CHARACTER = 64  # including hidden tokens between its bytes
 MOST_UNFINISHED_NBYTES = 3  # maximum number of bytes of an incomplete character in UTF-8

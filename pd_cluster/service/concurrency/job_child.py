@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 
-NICE = 3  # the niceness of a child; the engine's threads have priority
+NICE = 3  # the niceness of a child, so that the engine's threads have priority
 MAX_LINE_NBYTES = 64 << 20
 BODY = b"#"  # begins a line with the number of bytes that follow it
 

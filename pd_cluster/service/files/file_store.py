@@ -238,7 +238,7 @@ class FileStore:
         asked = f"SELECT id FROM files WHERE expires_s <= ? AND NOT {IN_USE} LIMIT ?"
         with self.storing():
             rows = self.database.connection.execute(asked, (now_s, MOST_EXPIRED)).fetchall()
-            for (file_id,) in rows:  # contents first: a row whose content is gone will be removed next time
+            for (file_id,) in rows:  # contents first, because a row without content will be removed next time
                 remove(self.content, file_id)
             with self.database.writing() as connection:
                 connection.executemany("DELETE FROM files WHERE id = ?", rows)

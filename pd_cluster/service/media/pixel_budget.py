@@ -21,7 +21,7 @@ from pd_cluster.service.concurrency.fair_byte_budget import FairByteBudget
 from pd_cluster.service.concurrency.fair_slots import current_client
 from pd_cluster.types import Image
 
-MAX_HELD_NBYTES = 2 << 30  # pixels are held until the answer ends: a retry elsewhere needs them
+MAX_HELD_NBYTES = 2 << 30  # pixels are held until the answer ends, because a retry elsewhere needs them
 
 
 class PixelBudget:

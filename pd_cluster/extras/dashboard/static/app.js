@@ -42,7 +42,7 @@ class App {
   async look() {
     const since = this.samples.at(-1)?.at_s, mark = this.marks.at(-1)?.number ?? 0;
     const overview = await get(`/overview?since_mark=${mark}${since ? `&since=${since}` : ""}`);
-    if (this.started !== undefined && this.started !== overview.started_s) { // a restarted scheduler, whose marks begin again
+    if (this.started !== undefined && this.started !== overview.started_s) { // the scheduler has restarted, so its marks begin again
       this.samples = [];
       this.marks = [];
       this.before = null;

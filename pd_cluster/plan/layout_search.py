@@ -109,7 +109,7 @@ class Search:
         return max((each for each in lengths if each <= MOST_FOR_LIMITS), default=lengths[0])
 
     def _sizes(self, num_devices: int) -> list[int]:
-        """Returns the numbers of devices that some possible layout uses completely, ascending."""
+        """Returns, in ascending order, the numbers of devices with which some layout uses every device."""
         able = [tp_size for tp_size in self.space.tp_sizes if self._fits(tp_size)]
         return [size for size in range(1, num_devices + 1) if any(size % tp_size == 0 for tp_size in able)]
 

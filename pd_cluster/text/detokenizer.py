@@ -97,7 +97,7 @@ class Detokenizer:
         return ""
 
     def add_all(self, token_ids: list[int]) -> str:
-        """Returns the concatenated results of `add`. Decodes all tokens at once if that gives the same text."""
+        """Returns the concatenated results of `add`. Decodes all tokens together if that gives the same text."""
         if self._takes_many and not self._pending and 0 < len(token_ids) <= MAX_PENDING_TOKENS:
             text = self._decode([*self._shown, *token_ids])
             if len(text) > len(self._shown_text) and not text.endswith(REPLACEMENT):

@@ -36,7 +36,7 @@ def work(share: float) -> float:
 
 
 async def constant_work_s(cores: Collection[int], share: float = 1.0) -> float:
-    """Runs on all these cores at once and returns the seconds of the slowest. Raises PdClusterError."""
+    """Runs on all these cores at the same time and returns the seconds of the slowest. Raises PdClusterError."""
     children = [
         await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", __name__, str(core), str(share)),

@@ -198,7 +198,7 @@ async def rounds_of(bench: Bench, asks: Engine | Server, name: str, batch: int) 
 
 
 class Engine:
-    """Sends requests together to an engine in this process. `predicted`: predictions, perhaps empty; None: no drafts."""
+    """Sends requests together to an engine in this process. `predicted`: predictions, or empty; None: no drafts."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core

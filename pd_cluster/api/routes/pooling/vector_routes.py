@@ -117,7 +117,7 @@ def _add_embeddings(routes: APIRouter, service: TextService) -> None:
 
 
 def _add_pooling(routes: APIRouter, service: TextService) -> None:
-    summary = "The vectors of texts, or the numbers of their classes if the model is a classifier."
+    summary = "The vectors of texts, or a number for each class if the model is a classifier."
 
     @routes.post("/pooling", openapi_extra=Operation(summary, PooledItems, TaskRequest, POOLING))
     async def pooling(http: Request) -> Response:

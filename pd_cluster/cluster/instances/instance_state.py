@@ -46,7 +46,7 @@ class Instance:
     num_long: int = 0  # outstanding long prompts, which give way to shorter prompts (engine/scheduling/step_share)
     long_tokens: int = 0  # the part of outstanding_tokens that belongs to long prompts
     num_sequences: int = 0  # sent by this scheduler for decode and not known to have finished
-    num_reported_sequences: int = 0  # num_sequences at its last report of its load
+    num_reported_sequences: int = 0  # num_sequences when it last reported its load
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
     next_role: Role | None = None  # its role once it is drained

@@ -135,7 +135,7 @@ class OutLinks:
             return
         lane.peer = peer
         link.has_pair = link.has_pair or are_pairs([answer.transport])
-        self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)  # for the transport to open and the probe to arrive
+        self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)  # for the transport to open, then for the probe
         lane.end.open(answer.transport, own, peer)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:

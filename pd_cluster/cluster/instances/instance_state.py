@@ -115,7 +115,7 @@ class Instance:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no work from this scheduler and reports none from others."""
+        """Whether it is not ready, or has no work from this scheduler and reports none from others."""
         load = self.load
         busy = load.num_running + load.num_waiting + load.num_landing + load.num_exporting + load.num_held_blocks
         return not self.is_ready or not (self.num_outstanding or busy)

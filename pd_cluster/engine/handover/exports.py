@@ -232,7 +232,7 @@ class Exports:
             self._give_up(export, f"the link to {export.request.peer} is down: {reason}")
 
     def expire(self) -> None:
-        """Ends every transfer whose peer has made no progress within its lease.
+        """Ends every transfer whose peer has made no progress within its time limit.
 
         A streaming transfer does not expire, because it waits only for this engine.
         """

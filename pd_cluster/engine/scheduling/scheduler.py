@@ -59,8 +59,8 @@ class StepScheduler:
 
     When a request is admitted, it takes the blocks for all its tokens, and later another block whenever it needs one.
     If none is free, the youngest running request is preempted: its KV is copied to `swap` if there is space; otherwise
-    it releases its blocks and computes its tokens again later, with the same result. Requests that are being handed
-    over are never preempted. block_holdings.py describes `prefix`.
+    it releases its blocks and computes its tokens again later, with the same result. Prefill legs, which are handed
+    over, are never preempted. block_holdings.py describes `prefix`.
 
     A pooled prompt is computed in chunks that end at fixed positions, whatever else a step computes, because the last
     bits of attention depend on where a chunk begins. A chunk waits for a step that can take all of it, and younger

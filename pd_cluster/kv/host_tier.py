@@ -152,7 +152,7 @@ class HostTier:
             cost.computed(num_tokens, took_s)
 
     def begin(self, emit: Emit | None) -> None:
-        """Call this once earlier moves have been made. `emit` receives further moves; None: no moves are possible."""
+        """Call this after earlier moves have been made. `emit` receives further moves; None: no moves are possible."""
         self._pinned.clear()
         self._emit = emit
 

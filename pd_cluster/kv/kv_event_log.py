@@ -118,7 +118,7 @@ class KVEventLog:
         self._events.append(AllBlocksCleared())
 
     def moved(self, places: Mapping[bytes, Tier | None]) -> None:
-        """Adds events for contents that entered or left tiers below the device. `places`: their tiers; None: none."""
+        """Adds events for contents that entered or left tiers below the device. `places`: their tiers, or None."""
         for content, place in places.items():
             medium = MEDIA[place] if place is not None and place != "device" else None
             if (before := self._lower.get(content)) == medium:

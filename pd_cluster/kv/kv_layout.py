@@ -47,7 +47,7 @@ class KVLayout:
     dtype: str  # of the pool; may be narrower than the model's: see `stored_width`
     tp_size: int = 1
     tp_rank: int = 0
-    plane_layers: tuple[tuple[int, ...], ...] = ()  # by plane: the layers that have it, ascending; (): all have all
+    plane_layers: tuple[tuple[int, ...], ...] = ()  # by plane: its layers, ascending; (): every layer has every plane
     num_draft_layers: int = 0  # the last of the layers, which belong to a draft head
     draft_head: str = ""  # identifies what besides the model determines these layers' contents; "": there is none
     rule: RuleName = "all"  # a request holds the blocks of all tokens, of the last `window`, or one block with a state

@@ -166,10 +166,10 @@ class KVPool:
         return self.memory.bytes
 
     def vacate(self) -> None:
-        """Returns the memory of all blocks that requests can hold to the system.
+        """Returns to the system the memory of all blocks that requests can hold.
 
-        They then read as zeros. CPU only. The extra blocks keep their contents, because links are probed with them.
-        Other processes' mappings stay valid.
+        These blocks then read as zeros. CPU only. The extra blocks keep their contents, because links are probed with
+        them. Other processes' mappings stay valid.
         """
         assert self._map is not None
         if nbytes := self.nbytes // mmap.PAGESIZE * mmap.PAGESIZE:
@@ -179,7 +179,7 @@ class KVPool:
         """Returns the memory to the system.
 
         Further calls do nothing; later uses of `memory` raise AttributeError. The pages are freed at once. A tensor
-        that still views them reads zeros and keeps the mapping, so other processes' links must be closed before.
+        that still views them reads zeros and keeps the mapping, so other processes' links must be closed first.
         """
         if hasattr(self, "memory"):
             del self.memory

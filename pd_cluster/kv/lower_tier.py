@@ -226,7 +226,7 @@ class LowerTier:
             self._evict_for(0)
         else:
             self.counts.num_failed += job.num != 1
-            is_newer = command.content in self._index or command.content in self._writing  # of a later job
+            is_newer = command.content in self._index or command.content in self._writing  # by a later job
             if self._capacity and not is_newer:  # other ranks may have written their shares, which are useless now
                 self._discard([command.content])
         self._write_some()

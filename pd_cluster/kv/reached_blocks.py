@@ -28,7 +28,7 @@ class ReachedBlocks:
         self._kept: set[bytes] = set()
         self._moved: set[bytes] = set()  # contents that became reached or unreached since the last `changes`
         self._reported: dict[bytes, Tier] | None = None  # the reported contents; None: there is no follower
-        self._differing: set[bytes] = set()  # contents that only new, or only earlier, followers know as reached
+        self._differing: set[bytes] = set()  # contents whose last reports to new and to earlier followers differ
         states.follow()
 
     def kept(self, chain: Sequence[bytes]) -> None:

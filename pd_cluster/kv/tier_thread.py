@@ -87,7 +87,7 @@ class TierThread:
             raise TierBusy(f"the {self._kind} tier of KV blocks has not answered for {SETTLE_S:g} s")
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread after the queued writes, or after `timeout_s`."""
+        """Ends the thread once its queue is empty. Waits for that at most `timeout_s`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

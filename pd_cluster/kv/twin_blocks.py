@@ -1,7 +1,7 @@
 """Tracks which tokens' KV is in twins. Block i of a draft model's pool is the twin of block i of the target's pool.
 
-A twin is valid for its leading tokens that equal the sequence's, until its block is taken again. So twins need no
-bookkeeping of their own. Uses only integers.
+A twin is valid for its leading tokens that equal the sequence's, until its block is taken again. So twins are never
+allocated or freed separately. Uses only integers.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ LIST_NBYTES = 2 << 20  # of the first payload, which is padded, because a receiv
 MOST_FILES = 4096
 SILENCE_S = 10.0  # the longest wait for the other end
 NBYTES_PER_S = 512 << 20  # the maximum rate, so that the sender keeps serving
-LEAST_S, LEAST_NBYTES_PER_S = 60.0, 16 << 20  # a whole transfer takes at most LEAST_S and its bytes at this rate
+LEAST_S, LEAST_NBYTES_PER_S = 60.0, 16 << 20  # a transfer takes at most LEAST_S plus the time of its bytes at this rate
 
 
 class SentFile(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""Lets the ranks of a process group meet: each end has a torch store, and the ends exchange its keys over connections.
+"""Lets the ranks of a process group meet: each end has a torch store, whose keys the ends exchange over connections.
 
 No socket listens here. The connections prove each key's sender, so a group forms only between the intended workers. The
 library (gloo, NCCL or HCCL) defines the keys.

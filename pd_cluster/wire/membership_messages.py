@@ -308,7 +308,7 @@ class WantedAdapters(Message, frozen=True):
 
 
 class AdapterStates(Message, frozen=True):
-    """The digests out of the last `WantedAdapters` that requests may use now, and why others cannot be loaded."""
+    """The digests in the last `WantedAdapters` that requests may use now, and why other adapters cannot be loaded."""
 
     loaded: list[str]
     problems: dict[str, str] = {}

@@ -34,7 +34,7 @@ class Keep(msgspec.Struct, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """The sender no longer reads a kept stream, whose leg `then` goes on, stops, or is forgotten with its record."""
+    """The sender no longer reads a kept stream. `then`: its leg goes on, stops, or is forgotten with its record."""
 
     request_id: str
     attempt: int

@@ -29,7 +29,7 @@ class SeekWeights(Message, frozen=True):
 class TakeWeights(Message, frozen=True):
     """The receiver listens for the owner of `public_key`, and answers with `WeightAddress`.
 
-    `source`: the owner's name; "": no source is free now, or, if `problem` says why, none has the files.
+    `source`: the owner's name. "": no source is free now; with a `problem`, none can send the files.
     """
 
     epoch: int

@@ -183,7 +183,7 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_tokens: list[int],
     scheduler.plan()
     exports.admitted(request)
     exports.on_credit("c", wire.Credit("t", first_tokens))
-    assert world.ended == [f"decode sent a credit from invalid tokens on: {', '.join(map(str, first_tokens))}"]
+    assert world.ended == [f"decode sent a credit with invalid first tokens: {', '.join(map(str, first_tokens))}"]
     assert world.sent[-1] == wire.Revoke("t")
     assert not len(exports)
 

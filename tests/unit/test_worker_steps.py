@@ -228,7 +228,7 @@ def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
     assert world.worker.core.scheduler.requests, "the request must not end during the step"
     world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", [3])))
     world.step()
-    assert [end.error for end in world.post.ended] == ["decode-0@2 sent a credit from invalid tokens on: 3"]
+    assert [end.error for end in world.post.ended] == ["decode-0@2 sent a credit with invalid first tokens: 3"]
     assert ships.sent[-1] == wire.Revoke("r")
 
 

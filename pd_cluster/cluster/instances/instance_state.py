@@ -46,7 +46,7 @@ class Instance:
     num_long: int = 0  # outstanding long prompts, which give way to shorter prompts (engine/scheduling/step_share)
     long_tokens: int = 0  # the part of outstanding_tokens that belongs to long prompts
     num_sequences: int = 0  # sent by this scheduler for decode and not known to have finished
-    num_reported_sequences: int = 0  # num_sequences at its last report of its load
+    num_reported_sequences: int = 0  # num_sequences when it last reported its load
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
     next_role: Role | None = None  # its role once it is drained
@@ -115,7 +115,7 @@ class Instance:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no work from this scheduler and reports none from others."""
+        """Whether it is not ready, or has no work from this scheduler and reports none from others."""
         load = self.load
         busy = load.num_running + load.num_waiting + load.num_landing + load.num_exporting + load.num_held_blocks
         return not self.is_ready or not (self.num_outstanding or busy)

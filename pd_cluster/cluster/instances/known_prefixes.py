@@ -77,7 +77,7 @@ class KnownBlocks:
         self.has_lower = self.has_lower or (news.tier != "device" and len(added) > 0)
 
     def num_leading(self, keys: Sequence[int]) -> int:
-        """Counts the leading keys that are known without a gap."""
+        """Counts the leading keys up to the first unknown one."""
         tiers = self.tiers
         for at, key in enumerate(keys):
             if key not in tiers:

@@ -48,8 +48,8 @@ class ClusterSleep:
                 )
 
     async def reach(self, level: wire.SleepLevel) -> None:
-        """Requests a level; returns when every ready instance has it. Raises DeadlineExceeded; the requested level then
-        stays.
+        """Requests a level; returns when every ready instance has it. Raises DeadlineExceeded; the level then stays
+        requested.
         """
         self.level = level
         self._send_level()

@@ -73,8 +73,8 @@ class Place:
         """Returns the number of devices of each instance with which this one may exchange KV cache over communicators.
 
         These are all instances of the other role; instances on this host count only if `kv_transport` always needs
-        communicators. If `most` limits the open links (0: no limit), only the largest instances count: as many as may
-        be open, and one more whose link is being closed.
+        communicators. If `most` limits the open links (0: no limit), only the `most` + 1 largest instances count: the
+        link to one more may still be closing.
         """
         others = self.table.decode if self.role == "prefill" else self.table.prefill
         here = "" if kv_transport in ("dist", "curve") else machine_key(self.server.server_ip)

@@ -68,7 +68,7 @@ class SharedMembership:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        # If the folder is lost, workers still remember its terms, so a new folder's terms must be higher.
+        # If the record is lost, workers still remember its terms, so a new record's terms must be higher.
         own, first_term = membership.own_key, lambda: max(1, int(wall_clock()))
         self.ownership = Ownership(own, lease.duration_s, clock, lease.admin, membership.table_digest, first_term)
         self._store, self._membership, self._elastic, self._mailbox = lease.store, membership, elastic, mailbox

@@ -11,7 +11,7 @@ from pd_cluster.types import RequestSpec
 SLACK, SLACK_TOKENS = (
     2,
     2048,
-)  # an image goes to another encoder if its own has more tokens ahead than SLACK x the fewest + SLACK_TOKENS
+)  # an encoder gets no further image if it has more tokens ahead than SLACK x the fewest + SLACK_TOKENS
 
 
 def choose_encoders(order: RequestSpec, prefill: Instance, instances: Sequence[Instance]) -> list[Instance]:

@@ -15,9 +15,9 @@ from pd_cluster.cluster.instances.instance_state import Instance
 
 BACKLOG_S = 0.25  # seconds of prompts ahead of an instance: more than a step, so that it never runs out of work
 MIN_PROMPTS = 2  # an instance may have this many prompts, however long: one being computed, and the next
-UNMEASURED_PROMPTS = 16  # the same for an instance that has not reported its speed yet
+UNMEASURED_PROMPTS = 16  # MIN_PROMPTS for an instance that has not reported its speed yet
 MIN_WAITING = 2  # sequences that may wait at a decode instance: landed ones wait for a step or two in any case
-WAITING_SHARE = 4  # or one for each 4 running sequences, to replace sequences that end
+WAITING_SHARE = 4  # if that allows more, one may wait for each 4 that run, to replace sequences that end
 FULL = 7 / 8  # share of slots or memory in use; the rest is for clients that have less than their share
 
 

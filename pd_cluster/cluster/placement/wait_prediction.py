@@ -106,8 +106,8 @@ def check_goals(
 ) -> None:
     """Raises Overloaded, with the time after which the request may fit, if this pair would miss an objective.
 
-    `waited_s`: how long the request has waited already. If the instance has no work ahead, waiting would not help, so
-    the request is admitted; it also renews the measured rate, however old that is.
+    `waited_s`: how long the request has waited already. If the prefill instance has no work ahead, waiting would not
+    help, so TTFT is not checked; the request also renews the measured rate, however old that is.
     """
     prefill, decode = pair
     if goals.ttft_s and prefill.prompt_tokens_before(num_prompt_tokens):

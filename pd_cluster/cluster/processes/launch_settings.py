@@ -23,8 +23,8 @@ LASTING_STREAMS = MappingProxyType({variable_of("resume_window"): "30", variable
 class Launch:
     """A cluster to start. `arguments` are flags of `pd-cluster serve` for every instance.
 
-    `in_effect` also has the flags of their --config file, which must not appear on a command line: the file may contain
-    secrets. `model`: "" for the shipped model.
+    `in_effect` also has the flags of the --config file that they name. These must not appear on a command line, because
+    the file may contain secrets. `model`: "" for the shipped model.
     """
 
     model: str = ""

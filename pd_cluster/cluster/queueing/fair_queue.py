@@ -139,8 +139,8 @@ class FairQueue:
             self._waiting.pop(client.name, None)
 
     def next(self, may_begin: Callable[[QueueEntry], bool]) -> QueueEntry | None:
-        """Returns the next request: the one with the first priority, then the lowest counter, of the clients' first
-        requests that may begin.
+        """Returns the next request: among the clients' first requests that may begin, the one with the first priority,
+        then the lowest counter.
         """
         firsts = [client.waiting[0][2] for client in self._waiting.values()]
         able = [entry for entry in firsts if may_begin(entry)]

@@ -184,8 +184,8 @@ class RoleModel:
         return 1 / max(1.0, *self.loads(need, split))
 
     def _prefill_share(self, num: int) -> float:
-        """Returns how busy prefill may be if nearly all prompts are to meet their objective (Sakasegawa's wait of
-        M/M/c).
+        """Returns how busy prefill may be if nearly all prompts are to meet their objective (Sakasegawa's
+        formula for waits in an M/M/c queue).
         """
         slack_s = self.goals.ttft_s - self.prompt_s - self.prefill.step_s
         if not self.goals.ttft_s or not self.prompt_s or not num:

@@ -262,7 +262,7 @@ class AdmissionQueue:
             turn.set_result(None)
 
     def close(self, error: PdClusterError) -> None:
-        """Ends all waiting requests with this error, and refuses later ones."""
+        """Ends all waiting requests with this error, and stops following the instances."""
         self.end_all(error)
         if self._following is not None:
             self._following.cancel()

@@ -34,7 +34,7 @@ class MessageSlices:
         self._heard_s: dict[Leg, float] = {}  # leg -> when its first waiting item was received
 
     def add(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
-        """Handles a small message, or the first slice of a large one, at once, unless other items already wait."""
+        """Handles a small message at once unless its legs have waiting items; divides others into slices."""
         waiting = self._waiting
         is_small = len(outputs.tokens) + len(outputs.ended) <= SLICE_NUM_TOKENS
         if is_small and not waiting:  # the usual case

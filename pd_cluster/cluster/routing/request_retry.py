@@ -21,7 +21,7 @@ FULL_RETRY_S = 1
 
 
 class Retry:
-    """`pause`: waits before the next attempt at a full instance."""
+    """`pause(seconds)` waits before the next attempt after an instance was full."""
 
     def __init__(
         self,

@@ -159,7 +159,7 @@ class RequestStream:
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
     kept: KeptStream | None = field(init=False)  # if the stream may resume
     held: asyncio.TimerHandle | None = None  # ends the hold of first tokens; see first_token_hold.py
-    held_s: float = 0.0  # how long first tokens were held; during a hold, minus its start time
+    held_s: float = 0.0  # how long first tokens were held; during a hold, its start time is already subtracted
     received_s: float = field(init=False)
     first_s: float = 0.0  # when the first token was delivered; 0: not yet
     max_unread: float = field(init=False)

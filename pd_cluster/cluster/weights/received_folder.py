@@ -72,11 +72,11 @@ class ReceivedFolder:
 
 
 def linked(root: Path, folder: Path, number: int) -> Path:
-    """Returns a folder of this server with hard links to a checked folder's files, so that the files survive its
-    removal.
+    """Returns a folder of this server with hard links to a checked folder's files, so that the files survive that
+    folder's removal.
 
-    Returns the folder itself if the file system has no hard links or this process may not make them. Blocks, so call it
-    on a separate thread.
+    Returns the checked folder if the file system has no hard links or this process may not make them. Blocks, so
+    call it on a separate thread.
     """
     own = root / f"{RECEIVED}{number}"
     shutil.rmtree(own, ignore_errors=True)  # of an earlier life of this process

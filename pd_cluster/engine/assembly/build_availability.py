@@ -36,7 +36,7 @@ def availability_of(
     clock: Callable[[], float],
     is_member: bool,
 ) -> Availability:
-    """`is_member`: of a unit, whose members neither sleep nor change their weights."""
+    """`is_member`: whether the worker is in a unit; then it neither sleeps nor changes its weights."""
     all_ranks = all_ranks_of(core, runner)
     can_sleep = not (is_member or runner.device.is_accelerator)
     sleep = EngineSleep(all_ranks.sleep if can_sleep else None, core.scheduler.forget)

@@ -60,7 +60,7 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
             runner.max_num_batched_tokens,
             config.adapters.max_loras if config.adapters.enable_lora else 0,
             keeps_images_whole=runner.tower is not None and runner.tower.rules.sees_whole,
-            cost=(lambda: timing.cost) if sees_all else StepCost,  # otherwise every step's context is limited
+            cost=(lambda: timing.cost) if sees_all else StepCost,  # if no group sees all tokens, contexts are bounded
         ),
         prefix,
         keep_rule_of(config, block_size),

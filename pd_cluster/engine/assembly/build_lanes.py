@@ -32,7 +32,7 @@ def lanes_of(
     inbox: Inbox,
     tell_lost: Callable[[str], None],
 ) -> LaneEnds:
-    """Returns what makes the ends of lanes, and begins to watch the followers if there are any."""
+    """Returns the creator of the lanes' ends. Also begins to watch the followers if there are any."""
     lead, wait_s = core.runner, config.timeouts.collective_timeout_s
     if not isinstance(lead, LeadRunner):
         return local

@@ -68,5 +68,5 @@ def on_mate_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> No
     """Stops the engine's loop. If the loop waits for the lost member, a timer ends the processes of all ranks."""
     inbox.put(StopEngine(InstanceLost(why)))
     end_within(MATE_END_S)
-    log.error("%s", why)  # logged first, because the loop may first finish a step
+    log.error("%s", why)  # logged here, because the loop may first finish a step
     tell_lost(why)

@@ -32,7 +32,7 @@ EQUAL_ON_DEVICES = ("max_num_seqs", "max_model_len")
 
 
 class UnitParts(NamedTuple):
-    """This member's connections to the unit's other members, and the meeting of its ranks with theirs."""
+    """This member's connections to the unit's other members, and the meeting of its ranks with their ranks."""
 
     mates: MemberConnections
     meeting: UnitMeeting
@@ -54,7 +54,7 @@ class UnitParts(NamedTuple):
                 raise
             hosts = [config.server_ip, *self.mates.hosts()]
             if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):
-                # The start checks only members that a rank table lists.
+                # The checks of `serve` cover only members that a rank table lists.
                 raise ConfigError(why_no_unit(self.mates.place.name, hosts))
             return self.meeting.meet()
 

@@ -15,9 +15,9 @@ from pd_cluster.model.runner.weight_versions import CopySource, VersionFiles
 def weights_of(
     core: EngineCore, runner: ModelRunner, all_ranks: LeadRunner | ModelRunner, copies: CopySource | None = None
 ) -> WeightSource:
-    """Returns how an engine outside of a unit changes its weights. `all_ranks`: `runner`, with its followers if any.
+    """Returns the functions that change the weights of an engine outside of a unit.
 
-    `copies`: the source of versions whose files are not on this host.
+    `all_ranks`: `runner`, with its followers if any. `copies`: the source of versions whose files are not on this host.
     """
     files = VersionFiles(runner.model_folder, copies)
 

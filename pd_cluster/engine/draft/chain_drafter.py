@@ -37,13 +37,13 @@ class Chain:
 
 
 class DraftChoice:
-    """Draws drafts with the guessed tokens' own sampling parameters and random numbers, or takes the likeliest."""
+    """Draws drafts with the sampling parameters and random numbers of the guessed tokens, or takes the likeliest."""
 
     def __init__(self, sampler: Sampler, limits: DraftLimits) -> None:
         self._sampler, self._limits = sampler, limits
 
     def most(self, request: Request, most: int) -> int:
-        """Returns how many of at most `most` drafts of a sequence can be accepted."""
+        """Returns how many drafts of a sequence can be accepted, at most `most`."""
         left = request.sampling.max_tokens - len(request.output_token_ids) - 1
         return min(most, left, self._limits.max_model_len - request.num_tokens)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 END = -1  # surrounds texts; not a token id
 MAX_CHAIN_STEPS = 128  # limits the steps along one chain, because other contexts may share its bucket
 FEW_TOKENS = 48  # up to this many tokens, adding them one by one is faster than sorting them
-_MULTIPLIER = 0x9E3779B97F4A7C15  # for Fibonacci hashing: the upper bits are the bucket
+_MULTIPLIER = 0x9E3779B97F4A7C15  # for Fibonacci hashing: the upper bits of the product are the bucket
 _WORD = (1 << 64) - 1
 
 Hashes = NDArray[np.uint64]
@@ -139,7 +139,7 @@ class IndexedText:
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds tokens and indexes their positions, in a further index if the last one is full.
 
-        Call `reserve` before.
+        Call `reserve` first.
         """
         if len(token_ids) > FEW_TOKENS:
             self.tokens[self.end : self.end + len(token_ids)] = array("i", token_ids)

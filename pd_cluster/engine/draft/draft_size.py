@@ -13,11 +13,11 @@ from pd_cluster.types import Request
 
 GAIN = 1.03  # drafts must promise at least this many times the tokens per second of a step without drafts
 PRIOR = 1.0  # a drafter's usual chance weighs as much as this many verified drafts
-KEPT = 0.95  # the weight of a sequence's earlier hits after each step with new ones
+KEPT = 0.95  # the weight of a sequence's earlier results after each step that verifies drafts
 USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # the chance that a draft is right, by drafter
 USUAL_CHANCE = 0.5
-USUAL_HIT_DECAY = 0.98  # like KEPT, for the hits of all sequences together; used for drafters that cost time
-FADING = 0.995  # weight of earlier hits after a step whose drafts did not pay, so that drafts are tried again
+USUAL_HIT_DECAY = 0.98  # like KEPT, for the results of all sequences together; used for drafters that cost time
+FADING = 0.995  # the weight of earlier results when no draft pays, so that drafts are tried again later
 
 
 class Guess(NamedTuple):

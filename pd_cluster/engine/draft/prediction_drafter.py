@@ -15,7 +15,7 @@ from pd_cluster.types import Request
 LONGEST_MATCH = 8  # the most output tokens that are compared to find the position again
 MAX_POSITIONS = 32  # the most positions that are compared on each side of the last sure position
 SINGLE_MATCH_DISTANCE = 16  # a single token is searched among this many tokens after the last sure position
-SINGLE_MATCH_TOKENS = 8  # a single matching token counts for this many output tokens after a deviation
+SINGLE_MATCH_TOKENS = 8  # up to this many output tokens after a deviation, a single matching token suffices
 PART = 8192  # one call sorts this many pairs of a prediction, in about a millisecond
 
 Ints = NDArray[np.int64]

@@ -17,7 +17,8 @@ SIZES: tuple[int, ...] = (
 )
 WEIGHT = 0.2  # the weight of the newest step
 MAX_AGE_STEPS = 512  # a size that has not been measured for this many steps is measured again
-FIRST_MAX_AGE_STEPS = 64  # the same after one measurement, which other work may have slowed; further ones double it
+# Replaces MAX_AGE_STEPS after one measurement, which other work may have slowed; each further one doubles it.
+FIRST_MAX_AGE_STEPS = 64
 NUM_TRIED = 3  # first steps of a size; only the fastest counts, because the first one initializes and any may be slow
 TRIED_FACTOR = 2  # sizes of up to this many times the largest known size may be tried
 NEVER = float("inf")
@@ -34,7 +35,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._times: dict[int, tuple[float, int]] = {}  # by index of size: seconds, and the step that measured it last
         self._num_steps = 0
-        self._kept_steps: dict[int, int] = {}  # by index of size
+        self._kept_steps: dict[int, int] = {}  # by index of size: for how many steps its time is valid
         self._tried: dict[int, list[float]] = {}  # by index of size: seconds, until there are NUM_TRIED
         self._estimates: list[float] = []  # by index of size; empty: not computed yet
 

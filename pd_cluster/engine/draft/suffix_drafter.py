@@ -19,7 +19,7 @@ from pd_cluster.engine.draft.earlier_outputs import EarlierOutputs
 from pd_cluster.engine.draft.token_history import TokenHistory
 from pd_cluster.types import Request
 
-MAX_POSITIONS = 16  # positions that are counted
+MAX_POSITIONS = 16  # the most positions whose continuations are counted
 
 # How many tokens before a position equal the sequence's last tokens, and the tokens from the position on, padded with
 # END.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pd_cluster.engine.draft.context_index import ContextIndex, IndexedText
 from pd_cluster.types import Request
 
-TOKENS_PER_CALL = 4096  # old tokens per call, divided by the number of context lengths: about half a millisecond
+TOKENS_PER_CALL = 4096  # old tokens indexed in a call, times the number of context lengths: about half a millisecond
 FEWEST_PER_CALL = 512
 INDEX_TOKENS = 16384  # the size of an index of old tokens
 

@@ -64,7 +64,7 @@ class Export:
     state: ExportState
     since_s: float
     progress: list[ShipProgress]
-    num_wanted: int = 0  # tokens of the first group of layers that the peer's cache lacks
+    num_wanted: int = 0  # tokens that the peer's cache lacks in the first group of layers
     step_stop: int = 0  # prompt tokens that will be computed when the current step ends
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
@@ -165,7 +165,7 @@ class Exports:
         if not self.is_valid_credit(conn, credit):
             self.abort(export.request)
             wanted = ", ".join(map(str, credit.first_tokens))
-            self._ended(export.request, f"{export.request.peer} sent a credit from invalid tokens on: {wanted}")
+            self._ended(export.request, f"{export.request.peer} sent a credit with invalid first tokens: {wanted}")
         else:
             export.state = ExportState.STREAMING
             for each, first_token in zip(export.progress, credit.first_tokens, strict=True):
@@ -187,7 +187,7 @@ class Exports:
         )
 
     def complete_since(self, conn: str, transfer_id: str) -> tuple[int, float, bool] | None:
-        """Returns how many tokens the peer wanted, when the last of them were queued, and whether it is a pull.
+        """Returns how many tokens the peer wanted, when the last of them were queued, and whether this is a pull.
 
         None: the last tokens are not queued yet.
         """
@@ -232,7 +232,7 @@ class Exports:
             self._give_up(export, f"the link to {export.request.peer} is down: {reason}")
 
     def expire(self) -> None:
-        """Ends every transfer whose peer has made no progress within its lease.
+        """Ends every transfer whose peer has made no progress within its time limit.
 
         A streaming transfer does not expire, because it waits only for this engine.
         """

@@ -36,7 +36,7 @@ class Outcomes(ExportOutcomes, ImportOutcomes, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HandoverTerms:
-    """`is_prefill`: the role until the scheduler changes it.
+    """`is_prefill`: whether this is a prefill instance, until the scheduler changes its role.
 
     An import reserves blocks for `growth_tokens` further tokens.
     """

@@ -235,7 +235,7 @@ class Imports:
         return min((self._ports.left_s(each.transfer_id) for each in found), default=None)
 
     def mark_late(self) -> None:
-        """Marks the imminent transfers that should have joined by now as late, so that no step waits for them again."""
+        """Marks as late the imminent transfers that should have joined by now, so that no step waits for them again."""
         for each in self._imports.values():
             if each.is_imminent and not self._ports.left_s(each.transfer_id):
                 each.is_imminent = False
@@ -248,7 +248,7 @@ class Imports:
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
         """Waits for P's answer to the `Confirm` that the link's thread has sent, perhaps during a step.
 
-        P may refuse it.
+        P may refuse the transfer.
         """
         found = self._imports.get(transfer_id)
         if found is None or found.state is not ImportState.LANDING:
@@ -342,7 +342,7 @@ class Imports:
     def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
         """Whether these are valid tokens for position 0 of each sequence, and at least one sequence continues.
 
-        A pull has none.
+        A pull has no first tokens.
         """
         if request is not None and request.is_pull:
             return not tokens

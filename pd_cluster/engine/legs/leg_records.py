@@ -25,12 +25,12 @@ class LegRecords(Protocol):
         """Opens a record of an accepted leg, if its request asks for one and there is enough memory."""
 
     def note_prompt(self, prompt: PromptOutput) -> None:
-        """Stores the outputs of a prompt, wherever it was computed. The first outputs count, as they do for clients."""
+        """Stores the outputs of a prompt, wherever it was computed. Repeated outputs are ignored, as for clients."""
 
     def note(self, request: Request, tokens: list[TokenOutput]) -> None:
         """Stores a sequence's next tokens, each only once, and the report of its drafts.
 
-        Called before they are batched.
+        Called before the tokens are batched.
         """
 
     def read(self, conn: str, body: wire.Release | wire.Find | wire.Attach) -> None:

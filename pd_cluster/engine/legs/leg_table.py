@@ -15,7 +15,7 @@ from pd_cluster.types import Request, Status
 class LegTable:
     """Maps leg keys to `sequences` that have not ended, to `deadlines`, and to `weights` that schedulers assigned.
 
-    `unwanted`: keys of legs whose outputs no client reads any more; Legs drops them.
+    `unwanted`: keys of legs whose outputs no client reads any more; `Legs` drops these legs.
     """
 
     sequences: dict[str, list[Request]] = field(default_factory=dict)

@@ -123,7 +123,7 @@ class Legs:
             self._end(key, error, is_refusal=True)
 
     def fail(self, key: str, error: str) -> None:
-        """Ends a leg because of a fault in this server's code, unless another of its sequences has ended it already."""
+        """Ends a leg because the operator's code has failed, unless another of its sequences has ended it already."""
         if key in self.table:
             self._end(key, error)
 

@@ -25,7 +25,7 @@ RETRY_S = 5.0  # between attempts to find a version's files
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """`check`: raises PdClusterError if a version's files do not fit; it may take long. `is_found`: whether the files
-    are those that were checked last. `load`: loads such a version on every rank.
+    are those that were checked last. `load`: loads a version with such files on every rank.
     """
 
     check: Callable[[WeightVersion], None]
@@ -57,7 +57,7 @@ class EngineWeights:
 
     def _check(self, version: WeightVersion) -> None:
         with self._check_turn:
-            if version is not self._checking:  # another check has been requested, and this one reads every byte
+            if version is not self._checking:  # a later check has replaced this one, which would read every byte
                 return
             if self._source is None:
                 problem = "this kind of instance keeps its weights; restart it with the new ones instead"
@@ -73,7 +73,7 @@ class EngineWeights:
 
     def wish(self, version: WeightVersion) -> None:
         """Requests a version. Ignores it if it is older than the last requested version."""
-        if _key(version) == _key(self.status.held):  # perhaps under another name, or instead of one that is not loaded
+        if _key(version) == _key(self.status.held):  # perhaps renamed, or in place of a version that is not loaded yet
             self._requested = version
             self._report(held=version, lacks="")
         elif self._source is None:
@@ -117,7 +117,7 @@ class EngineWeights:
         log.info("loaded weights %s (version %d) in %.2f s", version.name, version.epoch, time.monotonic() - started_s)
 
     def _look(self, version: WeightVersion) -> None:
-        """Looks for a version's files, on this host and at other processes. The load reports why none were found."""
+        """Looks for a version's files, on this host and at other processes. The status says why none were found."""
         assert self._source is not None
         problem = _problem(self._source.check, version)
         if _key(version) != _key(self._requested):  # another version has been requested meanwhile

@@ -1,7 +1,7 @@
 """Converts calls to lanes' ends on other ranks into messages.
 
 The protocols in handover/links/link_ends.py declare the methods, their arguments' types and when they take effect, so
-only they need changes. Knows nothing of what the methods do.
+a method is changed only there. Knows nothing of what the methods do.
 """
 
 from __future__ import annotations

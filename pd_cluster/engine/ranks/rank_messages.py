@@ -68,7 +68,7 @@ class Moves(RankMessage, frozen=True):
 
 
 class TierCommands(RankMessage, frozen=True):
-    """Commands for the rank's part of a tier. They follow all earlier moves. A follower answers with `TierReport`."""
+    """Commands for the rank's part of a tier, after all earlier moves. A follower answers with `TierReport`."""
 
     kind: LowerKind
     orders: list[AnyTierCommand]

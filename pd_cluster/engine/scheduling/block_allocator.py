@@ -146,7 +146,7 @@ class BlockAllocator:
             )
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Grows the block tables to `num_tokens`, and preempts younger requests for that.
+        """Grows the block tables to `num_tokens` tokens, and preempts younger requests if necessary.
 
         Returns False if the request must wait for a later step.
 

@@ -30,8 +30,8 @@ class Hit(NamedTuple):
 class Holdings:
     """The blocks of all requests.
 
-    `prefix` None: there is no prefix cache. Only the first group's pool has a log of its contents and lower tiers, and
-    it has lower tiers only if there is no other group.
+    `prefix` None: there is no prefix cache. Only the first group's pool can have a log of its contents, or lower
+    tiers; it has lower tiers only if there is no other group.
     """
 
     def __init__(

@@ -59,8 +59,8 @@ class StepScheduler:
 
     When a request is admitted, it takes the blocks for all its tokens, and later another block whenever it needs one.
     If none is free, the youngest running request is preempted: its KV is copied to `swap` if there is space; otherwise
-    it releases its blocks and computes its tokens again later, with the same result. Requests that are being handed
-    over are never preempted. block_holdings.py describes `prefix`.
+    it releases its blocks and computes its tokens again later, with the same result. Prefill legs, which are handed
+    over, are never preempted. block_holdings.py describes `prefix`.
 
     A pooled prompt is computed in chunks that end at fixed positions, whatever else a step computes, because the last
     bits of attention depend on where a chunk begins. A chunk waits for a step that can take all of it, and younger
@@ -356,7 +356,7 @@ class StepScheduler:
     def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
         """Whether a request can enter a step that is planned ahead.
 
-        It must need neither the host nor blocks from host memory or of a parked beam. A request that lacks pixels
+        It must not need the host, blocks from host memory, or blocks of a parked beam. A request that lacks pixels
         may fail at admission, and only a step that is not planned ahead can report this.
         """
         needs_host = request.lacks_pixels or request.is_swapped or self.allocator.parked(request)
@@ -476,7 +476,7 @@ class StepScheduler:
             return num_tokens if num_tokens <= budget else 0
         rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
         num_tokens = self._share.limited(plan.chunks, request, min(request.num_behind, budget, rows))
-        if request.num_virtual_tokens > request.num_computed_tokens:  # later rows read their KV
+        if request.num_virtual_tokens > request.num_computed_tokens:  # later rows read these tokens' KV
             given = num_given_tokens(request.order.variant) - request.num_computed_tokens
             num_tokens = min(num_tokens, given) if given > 0 else num_tokens
         return self._whole(request, num_tokens, budget)
@@ -484,8 +484,8 @@ class StepScheduler:
     def _whole(self, request: Request, num_tokens: int, budget: int) -> int:
         """Returns `num_tokens`, or another number of tokens if the chunk would end inside an image.
 
-        The chunk then ends before the image. If it begins with the image, it has the image's rest if the budget allows
-        that, and otherwise no tokens.
+        The chunk then ends before the image. If it begins in the image, it takes the rest of the image if the budget
+        allows that, and otherwise no tokens.
         """
         if not self._keeps_images_whole:
             return num_tokens

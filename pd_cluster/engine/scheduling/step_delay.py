@@ -14,7 +14,7 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler
 
 MAX_INCOMING = 2  # a step waits only if more requests than this are incoming per running sequence
 MAX_LANDING_DELAY_SHARE = 0.25  # the longest delay for a landing, as a share of a step; shorter if many sequences run
-MAX_LANDING_DELAY_S = 0.02  # the same in seconds; a step waits only for a last token and two messages
+MAX_LANDING_DELAY_S = 0.02  # the same limit in seconds: only a last token and two messages are missing
 MAX_WAIT_S = 2.0  # after this time without a landing, steps are not delayed until there is another
 
 

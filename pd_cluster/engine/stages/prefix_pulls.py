@@ -67,7 +67,7 @@ class PrefixPulls(Stage):
         link = self._links.from_peer(hint.peer)
         if link is None and not hint.wakes:
             return True
-        if link is not None and self._links.precision(link):  # exact requests cannot use such blocks
+        if link is not None and self._links.precision(link):  # exact requests cannot use blocks from an inexact link
             return True
         now_s = self._clock()
         request = request_of(submit, conn, now_s)

@@ -1,7 +1,8 @@
 """Stages, which can hold a leg before it enters the engine, or observe the engine.
 
-The worker calls its stages in order and names none of them. Stages for adapters, tiers below host memory, encoders and
-pulls hold legs; stages that report the prefix cache only observe. docs/protocol/requests.md says when a leg is held.
+The worker calls its stages in order, and knows the class of only one, UnitRounds. Stages for adapters, tiers below host
+memory, encoders and pulls hold legs; stages that report the prefix cache only observe. docs/protocol/requests.md says
+when a leg is held.
 """
 
 from __future__ import annotations

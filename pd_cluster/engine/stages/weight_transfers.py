@@ -32,7 +32,7 @@ from pd_cluster.net.payload_channel import PayloadError, PayloadReceiver, Payloa
 
 log = logging.getLogger(__name__)
 
-MOST_MORE_NBYTES = 64 << 20  # the most bytes of a version's files besides tensors, which are as large as the model's
+MOST_MORE_NBYTES = 64 << 20  # the most bytes of a version's files besides tensors; these are as large as the model's
 MOST_FAILED = 1024
 BUSY_S = 0.5  # between requests for a source while all send to others
 MOST_BUSY_S = 3600.0  # the longest search for a source
@@ -98,7 +98,7 @@ class WeightTransfers(Stage):
                 return
             try:
                 source = self._search(version, check)
-            finally:  # whichever schedulers have named a source, perhaps after this instance gave up
+            finally:  # all schedulers, because any may have named a source, perhaps after the search ended
                 for conn in self._schedulers:
                     self._ends.send(conn, wire.SeekWeights(version.epoch, is_over=True))
             log.info("got weights %s from %s", version.name, source)
@@ -125,7 +125,7 @@ class WeightTransfers(Stage):
                 return found.source
 
     def _ask(self, version: wire.WeightVersion, failed: list[str]) -> tuple[str, wire.TakeWeights]:
-        """Returns a source, and the connection of the scheduler that names it. Raises ModelError without an answer.
+        """Returns a source, and the connection of the scheduler that names it. Raises ModelError if none answers.
 
         API processes are schedulers, too, and do not answer.
         """

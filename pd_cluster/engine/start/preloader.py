@@ -98,7 +98,7 @@ def forks_are_safe(device: str) -> bool:
 
 
 def has_no_driver(device: str) -> bool:
-    """Returns whether a rank of `--device` loads no driver. transformers imports torch_npu wherever it is installed."""
+    """Returns whether a rank of `--device` loads no driver. If torch_npu is installed, transformers imports it."""
     if importlib.util.find_spec("torch_npu") is not None:
         return False
     return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DEVICE_FILES)))

@@ -29,8 +29,8 @@ class StepResult:
     prompts: list[tuple[Request, PromptOutput]] = field(default_factory=list)  # each request once
     candidates: list[tuple[Request, TokenOutput]] = field(default_factory=list)  # for handing over a beam search
     ended: list[Request] = field(default_factory=list)  # dropped beams
-    failed: list[tuple[Request, str]] = field(default_factory=list)  # sequences that can have no output; the reason
-    crashed: list[tuple[Request, str]] = field(default_factory=list)  # whose operator code has failed; the reason
+    failed: list[tuple[Request, str]] = field(default_factory=list)  # (sequence that can have no output, reason)
+    crashed: list[tuple[Request, str]] = field(default_factory=list)  # (request whose processor has failed, reason)
     pooled: list[tuple[Request, PooledOutput]] = field(default_factory=list)  # requests that end with a vector
 
     def groups(self) -> Iterable[tuple[Request, list[TokenOutput]]]:

@@ -93,7 +93,7 @@ class MemberConnections:
         return [mate.info.host for _, mate in sorted(self._mates.items())]
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait for members with an error, because their mail is no longer read. Any thread may call it."""
+        """Ends the wait for members with an error, because mail is no longer read. Any thread may call it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -154,7 +154,7 @@ class MemberConnections:
         if mate is None and info is not None and info.unit_rank == rank != self.place.rank:
             mate = self._mates[rank] = _Mate(conn, info)  # a member of lower rank opens the connection
             self.post.send(conn, self._own_terms())
-        if mate is None or mate.conn != conn:  # a new scheduler may not have announced it yet; it retries
+        if mate is None or mate.conn != conn:  # a new scheduler may announce the member later; the member retries
             log.warning("%s claims to be rank %d of this unit, but was not announced: ignored", peer, rank)
             self.post.disconnect(conn)
             return

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 AnyUnitGroup = UnitGroup | DeviceUnitGroup
 
-BEGIN, MET = "begin", "met"  # keys between an instance's ranks: all members are connected; this rank has met its peers
+BEGIN, MET = "begin", "met"  # set by ranks of an instance: all members are connected; this rank has met its peers
 FOREVER = timedelta(days=1000)  # a follower needs no limit, because it ends with rank 0
 
 

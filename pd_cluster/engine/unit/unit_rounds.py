@@ -1,4 +1,4 @@
-"""A unit's rounds in the engine: a stage that handles members' messages, and exchanges before and after a step.
+"""A unit's rounds in the engine: a stage that handles members' messages, and the exchanges before and after a step.
 
 Runs on the engine's thread. `RoundSync` decides, `AnyUnitGroup` exchanges, `MemberConnections` sends.
 """

@@ -1,6 +1,6 @@
 """A worker's engine and its peers: handles events, computes steps and sends results, as worker_loop.py calls it.
 
-Knows nothing of HTTP, of routing, or of which stages there are.
+Knows nothing of HTTP, of routing, or of stages other than UnitRounds.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class LoadReport:
         if was.sleep_level and not state.sleep.level:
             self.timing.start_over()
         load = load_of(self._core, self._legs.handover, self.timing, state, links)
-        if self.is_shared:  # otherwise there are no other schedulers
+        if self.is_shared:  # only other schedulers read these figures
             weights = self._legs.table.outstanding()
             outstanding = {peer: weights.get(conn, 0) for conn, peer in state.schedulers.items()}
             load = msgspec.structs.replace(load, outstanding=outstanding)

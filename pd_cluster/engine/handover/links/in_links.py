@@ -34,7 +34,7 @@ class InLinkUsers(Protocol):
 
 
 class InLinks:
-    """D's end of every link. It shares a table of open links with the users, and fills it.
+    """D's end of every link. It fills the table of open links that it shares with `users`.
 
     The context's `report` is called on the lanes' threads, once for each event of a whole link.
     """

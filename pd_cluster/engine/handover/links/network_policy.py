@@ -38,7 +38,7 @@ class NetworkPolicy:
         return why_not(own, other)
 
     def kept(self, peer: str, opened: wire.LinkOpen) -> wire.LinkOpen:
-        """Returns a LinkOpen without offers that must not be used between this worker's host and the peer's.
+        """Returns the LinkOpen without the offers that must not be used between this host and the peer's host.
 
         Raises LinkError if a lane has no offer left.
         """

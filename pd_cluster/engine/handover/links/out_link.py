@@ -19,7 +19,7 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
 class OutLane:
     """P's end of one lane.
 
-    `answered`: the transports that D's rank has chosen so far. `ready`: set once a probe has arrived over one.
+    `answered`: the transports that D's rank has chosen so far. `ready`: set once a probe has arrived over one of them.
     `peer`: the layout of D's pool on that rank, set once the rank has answered.
     """
 
@@ -41,11 +41,11 @@ class OutLink:
     lanes: list[OutLane] = field(default_factory=list)
     is_connected: bool = False
     is_announced: bool = False  # LinkOpen has been sent
-    due_s: float = 0.0  # waiting: time of the next attempt; opening: the deadline
+    due_s: float = 0.0  # while waiting, the time of the next attempt; while opening, the deadline
     backoff_s: float = FIRST_BACKOFF_S
     used_s: float = 0.0  # when KV cache was last sent over it
     probed_s: float = 0.0
-    timeout_s: float = 0.0  # opening: the time limit, which ends at `due_s`
+    timeout_s: float = 0.0  # while opening, the time limit, which ends at `due_s`
     pair: wire.PairWish = "free"
     has_pair: bool = False  # it has an open communicator, which counts toward the limit
     must_rest: bool = False  # it will rest once no transfer is under way

@@ -31,7 +31,7 @@ class OutLinkTable:
         self.closed_nbytes = 0  # sent over closed links
         self._layouts, self._clock = context.endpoint.layouts, context.clock
         self._states: dict[str, LinkState] | None = None  # None: a link has changed since the last call
-        self.idle_until_s = -math.inf  # no link needs attention before, unless a link changes
+        self.idle_until_s = -math.inf  # no link needs attention before this time, unless a link changes
 
     @property
     def links(self) -> ValuesView[OutLink]:
@@ -42,7 +42,7 @@ class OutLinkTable:
         self._states, self.idle_until_s = None, -math.inf
 
     def states(self) -> dict[str, LinkState]:
-        """Returns the states of links for the peers, by peer. Never changed: after a change there is another dict."""
+        """Returns each peer's link state. The dict is never changed: after a change, a new dict is returned."""
         if self._states is None:
             self._states = {peer: link.shown for peer, link in self.by_peer.items()}
         return self._states

@@ -36,7 +36,7 @@ class OutLinkUsers(Protocol):
         """Whether a transfer is under way over this connection."""
 
     def link_up(self, peer: str, conn: str) -> None:
-        """Called when a link is up for which transfers wait."""
+        """Called when a link for which transfers wait is up."""
 
     def link_lost(self, peer: str, reason: str) -> None:
         """Called when a link for which transfers wait will not open."""
@@ -46,7 +46,7 @@ class OutLinkUsers(Protocol):
 
 
 class OutLinks:
-    """P's end of every link. It shares a table of links with the users, and fills it."""
+    """P's end of every link. It fills the table of links that it shares with `users`."""
 
     def __init__(self, context: HandoverContext, table: OutLinkTable, users: OutLinkUsers) -> None:
         self.table = table
@@ -135,7 +135,7 @@ class OutLinks:
             return
         lane.peer = peer
         link.has_pair = link.has_pair or are_pairs([answer.transport])
-        self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)  # to open, and for the probe to arrive
+        self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)  # for the transport to open, then for the probe
         lane.end.open(answer.transport, own, peer)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:

@@ -1,5 +1,5 @@
-// Products whose weights are decoded once for many blocks of rows. Some spans of one or two panels at a time are
-// decoded into the cache. Weights stored as floats are read in place, while the next ones are prefetched. As in
+// Products whose weights are decoded once for many blocks of rows. Some spans are decoded into the cache, for
+// one or two panels at a time. Weights stored as floats are read in place, while the next ones are prefetched. As in
 // span_products.h, a result is one chain of additions over each span and one chain over the spans, so the bits are
 // equal.
 #pragma once

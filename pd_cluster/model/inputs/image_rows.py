@@ -41,7 +41,7 @@ class ImageRows:
 
     rows: torch.Tensor  # [num_rows] int64
     features: torch.Tensor
-    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # picture rows with their marks, then all other rows
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # rows of pictures and the marks around them; other rows
 
     def embed(self, x: torch.Tensor) -> None:
         """Replaces embeddings x, [num_tokens, hidden_size], in place."""

@@ -90,7 +90,7 @@ def multipliers_of_granite(config: Any) -> Multipliers:
 
 
 def multipliers_of_minicpm(config: Any) -> Multipliers:
-    """Returns no factor of embeddings, because MiniCPM's embedding module applies it."""
+    """Returns the factor 1 for embeddings, because MiniCPM's embedding module applies its own."""
     return Multipliers(1.0, config.scale_depth / math.sqrt(config.num_hidden_layers), config.logits_scaling)
 
 
@@ -125,7 +125,7 @@ class Quirks:
     pairs_neighbours: Callable[[Any], bool] = never
     indexer_pairs: bool = False  # the same for an indexer's rope, which has the same tables
     turn: Turn = turn  # calls the rotary embedding
-    # In architectures without the next two, the config fields that they read may have no effect.
+    # The next two are set only for modules that use the config's fields; elsewhere these may have no effect.
     caps_scores: bool = False  # attention applies the config's softcap
     multipliers: Callable[[Any], Multipliers] = no_multipliers  # returns the config's factors
     activation: Activation | None = None  # replaces the config's activation
@@ -135,7 +135,7 @@ class Quirks:
     interleaves_gates: bool = False  # the experts' files interleave gates and ups
     embedding: str = "embed_tokens"  # name of the module before the layers
     last_norm: str = "norm"  # name of the module after the layers
-    # Config values that the kernels require. If a version of transformers lacks a field, its modules have that value.
+    # Config values that the kernels require. If a version of transformers lacks a field, its modules use this value.
     only_with: Mapping[str, float | str] = field(default_factory=dict)
 
 

@@ -265,7 +265,7 @@ def _cache_of(model: Any, index: int, layer: Any, seen: Seen, modules: dict[int,
 def _planes_of(
     place: str, keys: torch.Tensor, values: torch.Tensor, attended: AttentionArguments
 ) -> tuple[int, tuple[Plane, ...]]:
-    """Returns the heads and planes of the tensors in a cache, [1, num_heads, num_tokens, width] each."""
+    """Returns the number of heads and the planes of a cache's tensors, [1, num_heads, num_tokens, width] each."""
     num_heads, width, value_width = keys.shape[1], keys.shape[3], values.shape[3]
     if (num_heads, width, value_width) != attended.shape:
         if values.shape[1] != num_heads:

@@ -67,7 +67,7 @@ class CausalLM(Protocol):
     def take_part(self) -> None:
         """Computes this rank's experts for a step of the unit's other members, when this member has no rows.
 
-        Only for models whose experts are exchanged among instances: layer by layer, in the same order on all of them.
+        Only for models whose experts are spread over instances, all of which compute the layers in the same order.
         """
 
 

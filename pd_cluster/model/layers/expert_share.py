@@ -57,7 +57,7 @@ class ExpertUnit(ExpertExchange, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertShare:
-    """This rank's share of the experts: number `rank` of `size` ranks. `exchange` None: no unit of instances."""
+    """The experts of rank `rank` among the `size` that share all experts. `exchange` None: no unit of instances."""
 
     rank: int
     size: int
@@ -98,7 +98,7 @@ class RankExperts:
         """Returns this rank's part of the experts' outputs for x [num_rows, hidden_size].
 
         `compute` takes rows, indexes among this rank's experts, and weights; it ignores indexes past the end. With an
-        exchange it computes the rows of all members and adds up the members' partial results.
+        exchange, each member computes its experts for the rows of all members, then gets the sums for its own rows.
         """
         if self._exchange is None:
             return compute(x, self._numbers(chosen), weights)

@@ -192,7 +192,7 @@ class ParallelPlan:
         return layout
 
     def cut(self, key: str, shape: tuple[int, ...], rank: int, takes_whole_rows: bool = False) -> WeightCut:
-        """Returns the cut of a tensor, by its name in the safetensors files. `takes_whole_rows`: its layer does."""
+        """Returns the cut of a tensor, by its name in the files. `takes_whole_rows`: whether its layer does so."""
         if key.endswith((*EMBEDDINGS, "lm_head.weight", "lm_head.bias")):
             step = self.local_vocab_size
             start = min(rank * step, self.vocab_size)

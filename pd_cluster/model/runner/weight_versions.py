@@ -49,7 +49,7 @@ class CopySource(Protocol):
     def copies(self) -> VersionCopies: ...
 
     def fetch(self, version: WeightVersion, check: Callable[[Path], None]) -> None:
-        """Gets a copy, which `check` accepts. Raises ModelError."""
+        """Gets a copy for which `check` raises no error. Raises ModelError."""
 
 
 class VersionFiles:

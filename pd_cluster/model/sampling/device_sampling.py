@@ -54,7 +54,7 @@ def choose(
     """Returns token ids [num_rows] int64, on the device, for rows of logits [num_rows, vocab_size], one per request.
 
     `last_ids` [num_rows] int64, on the device: the last token of each request's output, if the host does not have it
-    yet; None if the host has all of them. `unknown`: for each row, whether the host lacks it; None: all rows are alike.
+    yet; None if the host has all of them. `unknown`: which rows' tokens the host lacks; None: all rows are alike.
     """
     if last_ids is None or unknown is None:
         unknown = [last_ids is not None] * len(requests)

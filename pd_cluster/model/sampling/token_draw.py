@@ -130,9 +130,9 @@ def _target(knobs: DrawParameters, total: Ints) -> Ints:
 
 
 def _num_kept(ranked: Floats, best: Floats, knobs: DrawParameters, total: Floats, is_all: bool) -> tuple[Ints, Bools]:
-    """Returns how many of the values [num_rows, num_candidates], best first, min_p, top_k and top_p keep; at least one.
+    """Returns how many candidates min_p, top_k and top_p keep in each row, at least one, and whether this is certain.
 
-    Also returns whether the number is certain. `is_all`: the candidates are the whole vocabulary.
+    `ranked` [num_rows, num_candidates]: their logits, best first. `is_all`: they are the whole vocabulary.
     """
     num_above = (ranked >= knobs.floor(best)[:, None]).sum(1)
     limit: Ints = np.minimum(num_above, knobs.top_k)

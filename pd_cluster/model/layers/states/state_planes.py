@@ -166,5 +166,5 @@ def state_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 
 
 def parts_of(module: torch.nn.Module) -> StateParts:
-    """Returns the state parts of a module from `state_modules`. Raises ModelError if the convolution's parts differ."""
+    """Returns the state parts of a module from `state_modules`. Raises ModelError if their channels do not add up."""
     return MODULES[type(module).__name__](module)

@@ -182,7 +182,7 @@ def _next_digit(scores, num_seen, found, wanted, SHIFT: tl.constexpr, BLOCK: tl.
     """Finds the next eight bits of the smallest number to choose. `found`: its bits before these; 0 if there are none.
 
     `wanted`: how many numbers to choose among those that begin with `found`. Returns `found` with the new bits
-    appended, and how many numbers to choose among those that begin with this.
+    appended, and how many numbers to choose among those that begin with this result.
     """
     values = tl.arange(0, NUM_VALUES)
     counts = tl.zeros([NUM_VALUES], tl.int32)

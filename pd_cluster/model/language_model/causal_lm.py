@@ -47,7 +47,7 @@ class CausalLM(Protocol):
     attention: str  # name of the attention in use
     rope_limit: RopeLimit  # the rotary positions that requests may have
     key_order: str  # order of a head's features in the KV pool, by name
-    # [head_dim] int64: in the pool's order, the model's indexes of the features; None: the same order.
+    # [head_dim] int64: for each feature in the pool's order, its index in the model's order; None: both are equal.
     key_features: torch.Tensor | None
     embedding_factor: float  # factor of embeddings before the first layer
     adapters: Adapters | None  # None: loaded without support for adapters

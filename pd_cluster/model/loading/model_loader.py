@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
 # The largest accepted change of the logits by fusing, as a share of the largest logit. In float32 fusing changes
-# logits by about 1e-6. Where activations are rounded to codes, such a change may change a code.
+# logits by about 1e-6. Where activations are rounded to codes, this can lead to another code.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
 # The last components of names in the files of all architectures.
 HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")

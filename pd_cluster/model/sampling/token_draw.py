@@ -195,7 +195,7 @@ def _nucleus(values: Floats, masses: Ints, best: Floats, knobs: DrawParameters) 
     in a flat row all tokens would be in one bin of fixed width.
     """
     with np.errstate(over="ignore"):
-        below = (best - values) * knobs.inverse_temperature.astype(np.float32)  # as exponents
+        below = (best - values) * knobs.inverse_temperature.astype(np.float32)  # distances from the best, as exponents
     np.minimum(below, MAX_BELOW, out=below)
     below /= max(below.max(), np.finfo(np.float32).tiny)
     below *= NUM_BINS

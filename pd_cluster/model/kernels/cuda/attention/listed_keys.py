@@ -165,7 +165,7 @@ def _score(
     rows: IndexRows,
     plane: torch.Tensor,
     scores: torch.Tensor,
-    places: tuple[torch.Tensor | int, ...],  # of the tokens, and the first of them
+    places: tuple[torch.Tensor | int, ...],  # where the tokens and their keys are; last, the first token
     pdl: bool,
 ) -> None:
     (_, num_heads, width), (num_tokens, longest) = rows.queries.shape, scores.shape

@@ -186,7 +186,7 @@ class ModelRunner:
         drafts: Drafts = NO_DRAFTS,
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
-        """Does the work of `compute`, and computes the draft head's pairs for prompts and for blocks that become full.
+        """Computes the chunks like `compute`, and the draft head's pairs for prompts and for blocks that become full.
 
         `keeps`: the copies of states to make, for models with states.
         """

@@ -1,4 +1,4 @@
-"""Chooses the next tokens, greedy or drawn, and their logprobs on the logits' device, without the host.
+"""Chooses the next tokens, greedy or drawn, and computes their logprobs, on the logits' device, without the host.
 
 The arithmetic is the same as in logit_adjustments.py, token_draw.py and row_logprobs.py, so a sequence gets the same
 tokens on device and host. A Triton kernel finds the tokens that a row keeps; without Triton, sorting finds them. Does

@@ -1,4 +1,4 @@
-"""Assigns the heads of recurrent layers to ranks, as features of weights. Uses names and sizes, but no weights.
+"""Assigns the heads of recurrent layers, and so the features of weights, to ranks. Uses names and sizes only.
 
 A key head stays together with its value heads, and with its part of everything between the two projections: decays,
 betas, gates, channels of the convolution. With fewer heads than ranks, heads are replicated. The ranks add up their

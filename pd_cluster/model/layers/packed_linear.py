@@ -156,7 +156,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 def make_expert_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes the layer of one of many experts. If the C kernels are available, they compute all in one call."""
+    """Makes the layer of one of many experts. If the C kernels are available, one call computes all experts."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel():
         packed = float32_linear(weight.detach(), bias)
         if packed is not None:

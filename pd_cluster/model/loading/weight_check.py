@@ -1,6 +1,6 @@
 """Checks that the files hold exactly the architecture's weights: none is missing, quantized or left over.
 
-A tensor that no module uses is an error, because it might have to multiply another tensor.
+A tensor that no module uses is an error, because it might be a factor of another tensor.
 """
 
 from __future__ import annotations

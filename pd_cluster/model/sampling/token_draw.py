@@ -25,7 +25,7 @@ MARGIN = 16  # additional candidates, so that tokens equal to the last kept one 
 NUM_BINS = 4096  # bins for logits below the best one
 # The relative error of a sum of float32 masses, from products over 44 octaves, sums within a block and the last bits.
 MASS_ERROR = 2.0**-16
-MAX_BELOW = 80.0  # logits divided by temperature; all less likely tokens share a bin
+MAX_BELOW = 80.0  # distance below the best, divided by temperature; all less likely tokens share a bin
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@
 #define SHARES 6       // shares of a thread's lines; other threads take the remaining shares of a late thread
 
 typedef struct {
-    int64_t num_rows, inputs, outputs, num_threads, span; // span: inputs
+    int64_t num_rows, inputs, outputs, num_threads, span; // span: inputs of a span
     const float *x, *words, *bias;                        // [num_rows, inputs]; weight; [outputs of all lines] or null
     float *out;                                           // [num_rows, outputs]
 } Floats;

@@ -36,7 +36,7 @@ typedef struct {
 // Some prepared tokens of a head. Rows of q, k and decayed keys are `MOST_KEY_WIDTH` apart, values `v_stride`.
 typedef struct {
     float ALIGNED q[DELTA_TOKENS * MOST_KEY_WIDTH], k[DELTA_TOKENS * MOST_KEY_WIDTH], decayed[DELTA_TOKENS * MOST_KEY_WIDTH];
-    float ALIGNED decays[DELTA_TOKENS * MOST_KEY_WIDTH]; // per row of a state; with one per head: [DELTA_TOKENS]
+    float ALIGNED decays[DELTA_TOKENS * MOST_KEY_WIDTH]; // one per row of a state; if one per head: [DELTA_TOKENS]
     float ALIGNED betas[DELTA_TOKENS];
     float ALIGNED state[MOST_KEY_WIDTH * NARROW * VL];
     const float *v;

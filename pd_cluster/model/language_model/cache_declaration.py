@@ -54,16 +54,14 @@ _seen: ContextVar[Seen] = ContextVar("_seen")
 class LayerCache:
     """The cache of a layer: `num_heads` vectors per plane for every token, and `state` for the whole sequence.
 
-    A layer may have either, both or none; empty `planes` mean no keys and values. `window`: how many tokens a token
-    attends to, including itself; 0: all. `reads`: if the layer has no keys and values of its own, the layer whose keys
-    and values it attends to.
+    A layer may have either, both or none.
     """
 
     num_heads: int = 0
-    planes: tuple[Plane, ...] = ()
-    window: int = 0
+    planes: tuple[Plane, ...] = ()  # empty: no keys and values
+    window: int = 0  # how many tokens a token attends to, including itself; 0: all
     state: StateParts | None = None
-    reads: int | None = None
+    reads: int | None = None  # in a layer without keys and values of its own, the layer whose it attends to
 
     @property
     def index_plane(self) -> Plane | None:

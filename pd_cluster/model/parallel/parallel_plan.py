@@ -76,15 +76,12 @@ Piece = tuple[int, int]  # [start, stop) in the dimension that is split
 
 @dataclass(frozen=True, slots=True)
 class WeightCut:
-    """The `pieces` of a weight along `dim`, joined; None: the whole weight. `padded_to`: pads with zeros to this number
-    of rows.
-
-    `on_rank_0_only`: other ranks have zeros, because the part is added to each rank's term of a sum.
-    """
+    """The `pieces` of a weight along `dim`, joined."""
 
     dim: int = 0
-    pieces: tuple[Piece, ...] | None = None
-    padded_to: int = 0
+    pieces: tuple[Piece, ...] | None = None  # None: the whole weight
+    padded_to: int = 0  # pads with zeros to this number of rows
+    # Other ranks have zeros, because the part is added to each rank's term of a sum.
     on_rank_0_only: bool = False
 
 

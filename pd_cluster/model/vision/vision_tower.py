@@ -30,10 +30,10 @@ from pd_cluster.types import Image
 
 
 class FeatureForm(NamedTuple):
-    """The form of a picture's features. `dtype`: also of the activations. `num_layers`: 1 + num_deep."""
+    """The form of a picture's features."""
 
-    dtype: torch.dtype
-    num_layers: int
+    dtype: torch.dtype  # also of the activations
+    num_layers: int  # 1 + num_deep
     hidden_size: int
 
 

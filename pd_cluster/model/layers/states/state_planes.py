@@ -45,17 +45,17 @@ class Recurrent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateParts:
-    """The state that one layer keeps per sequence on this rank; `kernel_size`: the convolution's.
+    """The state that one layer keeps per sequence on this rank.
 
-    `convolved`: the parts of the convolution, in the order of its channels. For each head of its part, a plane in the
-    pool holds the last kernel_size - 1 inputs [kernel_size - 1, channels], oldest first. transformers keeps one more
-    input, which is never read. `recurrent` None: the layer is only a convolution.
+    Each part of the convolution has a plane in the pool. For each head of the part, the plane holds the last
+    kernel_size - 1 inputs [kernel_size - 1, channels], oldest first. transformers keeps one more input, which is never
+    read.
     """
 
     recurrence: Recurrence
-    kernel_size: int
-    convolved: tuple[ConvPart, ...]
-    recurrent: Recurrent | None = None
+    kernel_size: int  # the convolution's
+    convolved: tuple[ConvPart, ...]  # in the order of the convolution's channels
+    recurrent: Recurrent | None = None  # None: the layer is only a convolution
 
     @property
     def num_kept(self) -> int:

@@ -61,7 +61,7 @@ class LayerCache:
     planes: tuple[Plane, ...] = ()  # empty: no keys and values
     window: int = 0  # how many tokens a token attends to, including itself; 0: all
     state: StateParts | None = None
-    reads: int | None = None  # in a layer without keys and values of its own, the layer whose it attends to
+    reads: int | None = None  # the layer whose keys and values it attends to, if it has none of its own
 
     @property
     def index_plane(self) -> Plane | None:

@@ -23,8 +23,8 @@ Encode = Callable[[Any, Pixels, Image, Device], Layers]
 class VisionClasses(NamedTuple):
     """Names in the transformers module of a model type.
 
-    `tower`: the class of the tower, which `encode` is called with; its weights' names start with `visual.`. "" means
-    that the tower is part of the whole model; then `encode` is called with the whole model without its text model.
+    `encode` is called with an object of the class `tower`, whose weights' names start with `visual.`. If `tower` is "",
+    the tower is part of the whole model; then `encode` is called with the whole model without its text model.
     """
 
     encode: Encode

@@ -58,7 +58,7 @@ class HiddenRows:
     """The rows of a batch whose final hidden states are requested; the model fills in `states`."""
 
     rows: torch.Tensor  # [num_hidden_rows] int64, ascending
-    kept: torch.Tensor  # [num_kept] int64, ascending: these rows and the rows with requested logits
+    kept: torch.Tensor  # [num_kept] int64, ascending: `rows` and the rows with requested logits
     logits_at: torch.Tensor  # [num_samples] int64: indexes in `kept`
     hidden_at: torch.Tensor  # [num_hidden_rows] int64: indexes in `kept`
     states: torch.Tensor | None = None  # [num_hidden_rows, hidden_size], after the final norm, in the model's dtype

@@ -287,7 +287,7 @@ def _modules_of(
     group: Group,
     own_experts: ExpertModules | None,
 ) -> Any:
-    """Returns transformers' model, with rotary positions and picture features installed.
+    """Returns transformers' model, with a quantized head, rotary positions and picture experts where they apply.
 
     Returns only when all members of a unit have connected.
     """

@@ -135,7 +135,7 @@ class ForwardBatch:
     # listed_keys.py; None: all keys are visible.
     chosen: torch.Tensor | None = None
     further: tuple[GroupSlotMapping, ...] = ()  # for the other groups that keep tokens, from group 1 on
-    # The batches that `of_group` returns for these groups; empty until a layer of one of them attends.
+    # The batches that `of_group` returns for these groups; empty until its first call.
     views: list[ForwardBatch] = field(default_factory=list)
     states: StateRows | None = None  # None: no layer keeps a state
     states_written: list[int] = field(default_factory=list)  # layers whose states are in their pool

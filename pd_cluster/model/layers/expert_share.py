@@ -29,7 +29,7 @@ class ExpertExchange(Protocol):
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns these tensors of all members, concatenated in order.
+        """Returns each of these tensors for all members, concatenated in member order.
 
         x [num_rows, hidden_size] has the dtype of activations; chosen is int64, weights float32, both [num_rows,
         top_k].

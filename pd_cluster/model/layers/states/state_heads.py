@@ -188,6 +188,6 @@ def state_heads(config: Any, size: int) -> StateHeads | None:
 
 
 def expand_for(num_features: int, hidden_size: int) -> float:
-    """Returns the smallest `expand` whose product with hidden_size transformers' Mamba-2 truncates to `num_features`."""
+    """Returns the smallest `expand` whose product with hidden_size Mamba-2 truncates to `num_features`."""
     factor = num_features / hidden_size
     return factor if int(factor * hidden_size) == num_features else math.nextafter(factor, math.inf)

@@ -164,8 +164,8 @@ INLINE void score_many(int64_t dim, int64_t heads, const float *q, const char **
     }
 }
 
-// Processes one chunk for one KV head and `heads` query heads; m and l as above. Prefetches next_k and next_v. For
-// many heads, `taken` holds the vectors as floats, converted once.
+// Processes one chunk for one KV head and `heads` query heads; m and l as in soften_heads. Prefetches next_k and
+// next_v. For many heads, `taken` holds the vectors as floats, converted once.
 INLINE void attend_heads(const Layer *y, int64_t dim, int64_t heads, int many, const float *q, const char **k,
                          const char **v, int64_t at, int64_t n, const char **taken, float *acc, float *m, float *l,
                          Ahead *next_k, Ahead *next_v) {

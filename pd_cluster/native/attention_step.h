@@ -46,7 +46,7 @@ typedef struct {
     char *pool;
     float *qkv, *out;
     int64_t token_counter, item_counter;
-    const int64_t *item_starts; // in the step's order
+    const int64_t *item_starts; // [num_seqs + 1]: each sequence's first item, in the step's order
     int64_t decode_parts;       // number of items into which the KV heads of a decoding sequence are divided
     int64_t row_parts;          // number of items into which the rows of one table are divided
 } Work;
@@ -108,7 +108,7 @@ typedef struct {
     const float *sinks; // at the group's first head, or null
     const int32_t *key_limits; // at the first token, or null
     int64_t num_heads, query_len, first_row, num_rows;
-    int64_t tokens[MOST_ROWS_TOGETHER], context_lens[MOST_ROWS_TOGETHER]; // [num_rows]: first tokens
+    int64_t tokens[MOST_ROWS_TOGETHER], context_lens[MOST_ROWS_TOGETHER]; // [num_rows]; tokens: first of each sequence
 } Item;
 
 // Writes the addresses of keys and values [start, start + n); repeats the last one up to a whole PAD.

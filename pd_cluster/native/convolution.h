@@ -44,7 +44,7 @@ static __attribute__((noinline)) void convolve_channels(const Convolution *c, co
     }
 }
 
-// Writes the last of the inputs in `from` and in `num_rows` further rows of x to `to`, which may equal `from`.
+// Writes to `to` the last kernel - 1 inputs of those in `from` and, after them, num_rows rows of x. `to` may be `from`.
 static void keep_inputs(const Convolution *c, const float *from, const float *x, int64_t num_rows, int64_t channels,
                         float *to) {
     int64_t num_kept = c->kernel - 1;

@@ -24,7 +24,7 @@ typedef struct {
     AttendPlan *plan_attention;        // of the pool's dtype
     void (*attend)(void *);
     char *const *pools; // [num_layers]
-    float *x, *delta;  // [num_rows, hidden_size]; delta is the last layer's at the end
+    float *x, *delta;  // [num_rows, hidden_size]; at the end delta holds what the last layer adds to x
     int64_t has_delta; // whether delta must be added first
     uint8_t *scratch;  // pd_layers_nbytes, at a multiple of 64
 } Layers;

@@ -35,8 +35,8 @@ enum { PREPARE_UP, MULTIPLY_UP, PREPARE_DOWN, GATE, ADD_DOWN, NUM_PHASES };
 typedef struct {
     const Experts *e;
     Part *parts;
-    int64_t num_parts, nbytes, panels, num_panels; // panels: per item of ADD_DOWN
-    int64_t ends[PREPARE_DOWN + 1], counters[NUM_PHASES], gates; // gates: GATE is a separate phase
+    int64_t num_parts, nbytes, panels, num_panels; // panels: of an ADD_DOWN item
+    int64_t ends[PREPARE_DOWN + 1], counters[NUM_PHASES], gates; // gates: whether GATE is a separate phase
 } Batch;
 
 // The next expert, and its next row.

@@ -25,7 +25,7 @@
 #define SHARES 6       // shares of a thread's lines; other threads take the remaining shares of a late thread
 
 typedef struct {
-    int64_t num_rows, inputs, outputs, num_threads, span; // span: inputs
+    int64_t num_rows, inputs, outputs, num_threads, span; // span: inputs of a span
     const float *x, *words, *bias;                        // [num_rows, inputs]; weight; [outputs of all lines] or null
     float *out;                                           // [num_rows, outputs]
 } Floats;
@@ -86,8 +86,8 @@ ADDERS_FROM_4(apart, 1) // more than MOST_TOGETHER rows never have smaller block
 static Adder *const adders[2][ROWS_AT_ONCE] = {{0, 0, 0, NAMES_FROM_4(apart)},
                                                {in_turn_1, in_turn_2, in_turn_3, NAMES_FROM_4(in_turn)}};
 
-// Sets sums [lines][num_rows][LINE] over n inputs of some lines, part by part. Each line's turn prefetches its share of
-// all lines' next parts; blocks of rows divide this share.
+// Sets sums [lines][num_rows][LINE] over n inputs of some lines, part by part. Each line, in its turn, prefetches a
+// share of the next parts of all lines; blocks of rows divide this share.
 static void add_span(const Lines *w, int64_t lines, const float *x, const float *words, int64_t n, float *sums) {
     const Floats *p = w->p;
     int64_t blocks = (p->num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, step = LINE / blocks, size = w->line_size;

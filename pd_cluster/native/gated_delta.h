@@ -36,7 +36,7 @@ typedef struct {
 // Some prepared tokens of a head. Rows of q, k and decayed keys are `MOST_KEY_WIDTH` apart, values `v_stride`.
 typedef struct {
     float ALIGNED q[DELTA_TOKENS * MOST_KEY_WIDTH], k[DELTA_TOKENS * MOST_KEY_WIDTH], decayed[DELTA_TOKENS * MOST_KEY_WIDTH];
-    float ALIGNED decays[DELTA_TOKENS * MOST_KEY_WIDTH]; // per row of a state; with one per head: [DELTA_TOKENS]
+    float ALIGNED decays[DELTA_TOKENS * MOST_KEY_WIDTH]; // one per row of a state; if one per head: [DELTA_TOKENS]
     float ALIGNED betas[DELTA_TOKENS];
     float ALIGNED state[MOST_KEY_WIDTH * NARROW * VL];
     const float *v;
@@ -73,7 +73,7 @@ INLINE void update_state(int nv, int by_channel, int has_next, const DeltaTokens
     UNROLL for (int j = 0; j < nv; j++) out[j] = sums[j], kv[j] = found[j];
 }
 
-// Processes all tokens in nv vectors of a state's columns, n columns of which exist; s holds them all.
+// Processes all tokens in nv vectors of a state's columns. Only n columns exist, but s has room for whole vectors.
 INLINE void delta_columns(int nv, int by_channel, const DeltaTokens *t, int64_t column, int64_t n, float *s,
                           int64_t stride) {
     vf kv[WIDE], delta[WIDE], out[WIDE];

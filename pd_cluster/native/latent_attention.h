@@ -28,7 +28,8 @@ typedef struct {
     const float *queries, *latents, *ropes;
     float *out;
     int64_t token_counter, item_counter;
-    const int64_t *item_starts; // in the step's order; per sequence first the tokens that see all keys, then the others
+    const int64_t *item_starts; // [2 * num_seqs + 1], in the step's order: a sequence's first item, then its first item
+                                // of tokens that see only chosen keys
     int64_t few;                // rows per item of sequences with few tokens
 } LatentWork;
 
@@ -215,7 +216,7 @@ static int64_t num_latent_items(const Latents *y, int64_t query_len, int64_t few
     return y->num_heads * ((query_len + LANES - 1) / LANES);
 }
 
-// Finds the rows of item `index`; `at` is an earlier item's position in the step's order. Returns 0 past the last.
+// Finds the rows of item `index`; `at` is an earlier item's position in item_starts. Returns 0 past the last item.
 static int find_rows(const LatentWork *w, int64_t index, int64_t *at, Rows *rows) {
     const Step *s = w->step;
     const Latents *y = w->layer;

@@ -23,7 +23,7 @@ typedef struct {
 } LoraAdapter;
 
 typedef struct {
-    int64_t slot, first, num_rows; // of `rows`
+    int64_t slot, first, num_rows; // first: index in `rows`
 } LoraBlock;
 
 typedef struct {

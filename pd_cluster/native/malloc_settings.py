@@ -37,7 +37,7 @@ def give_pages_back(address: int, nbytes: int) -> None:
 
 
 def give_freed_back() -> None:
-    """Returns the freed memory that glibc's malloc keeps to the system."""
+    """Returns to the system the freed memory that glibc's malloc keeps."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

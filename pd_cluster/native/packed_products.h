@@ -13,7 +13,7 @@
 
 static int64_t whole_lines(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
 
-// Returns the words per step of tiles in a span: the fewest equal steps of whole words.
+// Returns the words per step of tiles. A span has as few steps as possible, all with the same number of whole words.
 static int64_t tile_step(int64_t num_words) {
     int64_t steps = (num_words + TILE_WORDS - 1) / TILE_WORDS;
     while (num_words % steps) steps++;

@@ -1,5 +1,5 @@
 // Paged attention over the block-major pool, and the operations just before it: norms of q and k, rotation, KV write.
-// It has two forms. Decode (one query) computes several KV heads of a sequence together, as well as sequences whose
+// It has two forms. Decode (one query) takes several KV heads of a sequence at a time, and several sequences if their
 // block tables begin with the same blocks; its vectors contain consecutive numbers of a head. Otherwise one KV head is
 // computed at a time, and queries are the lanes of vectors: a tile of up to 2 * VL rows (token, head) is transposed
 // once, keys and values are broadcast from the pool, and the softmax needs no sum across a vector. Both forms keep a

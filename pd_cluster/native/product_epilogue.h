@@ -5,8 +5,8 @@
 #include <arm_neon.h>
 #endif
 
-// Returns x rounded to float32. Prevents compilers from fusing its multiplication with a later addition, because some
-// machines cannot fuse them.
+// Returns x rounded to float32. Prevents compilers from fusing the multiplication that gives x with a later addition,
+// because some machines cannot fuse them.
 INLINE vf rounded(vf x) {
 #if VL == 16
     __asm__("" : "+v"(x));

@@ -25,7 +25,7 @@ typedef struct {
     int64_t num_rows;        // tokens that see more keys than are chosen
     const int32_t *rows, *seqs; // [num_rows]: these tokens, and their sequences
     int32_t *chosen;         // [num_tokens, most]
-    int64_t token_counter, *counters; // two for each slab
+    int64_t token_counter, *counters; // counters: two for each slab
 } IndexWork;
 
 static int64_t num_seen(const Step *s, int64_t seq, int64_t token) {

@@ -1,6 +1,6 @@
 """Computes recurrent layers in C, between their projections: a short convolution, a recurrence, and the norm after it.
 
-The tokens of a sequence are computed one by one, with the planes of its state, so results depend, bit by bit, neither
+The tokens of a sequence are computed one by one, with the planes of its state, so the bits of results depend neither
 on the boundaries of steps nor on other rows. Knows nothing of models; all values are float32.
 """
 

@@ -63,8 +63,8 @@ INLINE vf exponential(vf x) { return exp2v(x * LOG2E); }
 // Returns 1 / (1 + e^-x).
 INLINE vf logistic(vf x) { return 1.0f / (exp2v(at_most(x * -LOG2E, 126.0f)) + 1.0f); }
 
-// Returns log(1 + e^x) = max(x, 0) + log(1 + y) with y = e^-|x|. The logarithm is 2 artanh(s) with s = y / (2 + y) <= 1
-// / 3; its series has an error of 2e-9 before rounding.
+// Returns log(1 + e^x) = max(x, 0) + log(1 + y) with y = e^-|x|. The logarithm is 2 artanh(s) with s = y / (2 + y) and
+// s <= 1/3; the series of artanh has an error of 2e-9 before rounding.
 INLINE vf softplus(vf x) {
     vf y = exp2v(-vmax(x, -x) * LOG2E), s = y / (y + 2.0f), square = s * s;
     vf series = splat(1.0f / 15);

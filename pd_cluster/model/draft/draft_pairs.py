@@ -77,7 +77,7 @@ class HeadPairs:
         return waiting is None or not waiting.num_computed <= start <= waiting.stop
 
     def unpaired_blocks(self, chunks: Iterable[tuple[Request, int]]) -> list[int]:
-        """Returns the blocks that tokens without pairs start to fill; the head's layer must be cleared in them."""
+        """Returns the blocks that tokens without pairs start to fill; there, the head's layer must be cleared."""
         found: list[int] = []
         for request, num_tokens in chunks:
             if not has_embeddings(request):

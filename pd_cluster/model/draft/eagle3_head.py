@@ -1,6 +1,6 @@
 """Loads an EAGLE-3 head: a decoder layer that reads a token's embedding and states of the model's inner layers.
 
-The input of its attention is both, each normed, then concatenated; the residual stream starts with only the states.
+Its attention reads the normed embedding followed by the normed states; its residual stream starts with the states only.
 `fc` computes the states once per token, from the inputs of three of the model's layers. Later drafts of a chain use
 the head's own output instead. See https://arxiv.org/abs/2503.01840 and vLLM's llama_eagle3.
 """

@@ -90,18 +90,14 @@ class _Graph(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphRules:
-    """For which steps graphs are captured, and when.
-
-    `is_for_any_context`: one graph serves all context lengths. `is_alone`: no other rank captures the
-    same graphs, so this rank may skip some. `only_at_start`: only `prepare` captures graphs, and a step uses the next
-    larger size that was captured.
-    """
+    """For which steps graphs are captured, and when."""
 
     max_num_seqs: int
     longest: int  # longest context, in tokens
     sizes: Sequence[int] = ()  # see `sizes_of`
-    is_for_any_context: bool = False
-    is_alone: bool = True
+    is_for_any_context: bool = False  # one graph serves all context lengths
+    is_alone: bool = True  # no other rank captures the same graphs, so this rank may skip some
+    # Only `prepare` captures graphs, and a step uses the next larger size that was captured.
     only_at_start: bool = False
 
 

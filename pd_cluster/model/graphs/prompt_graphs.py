@@ -27,7 +27,7 @@ from pd_cluster.model.language_model.causal_lm import CausalLM
 
 log = logging.getLogger(__name__)
 
-TOKENS = (64, 128, 256, 512)  # tokens per graph; steps have fewer, because results of padding take a row
+TOKENS = (64, 128, 256, 512)  # tokens per graph; steps have fewer, because one row is for results of padding
 SEQS = (4, 16, 64)
 Ids = npt.NDArray[np.int32]
 

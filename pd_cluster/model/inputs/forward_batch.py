@@ -55,16 +55,12 @@ NO_HIDDEN_STATES = torch.empty(0, 0)
 
 @dataclass(slots=True)
 class HiddenRows:
-    """The rows of a batch whose final hidden states are requested; the model fills in `states`.
-
-    `kept`: these rows and the rows with requested logits, ascending; `logits_at` and `hidden_at` are indexes into
-    `kept`.
-    """
+    """The rows of a batch whose final hidden states are requested; the model fills in `states`."""
 
     rows: torch.Tensor  # [num_hidden_rows] int64, ascending
-    kept: torch.Tensor  # [num_kept] int64
-    logits_at: torch.Tensor  # [num_samples] int64
-    hidden_at: torch.Tensor  # [num_hidden_rows] int64
+    kept: torch.Tensor  # [num_kept] int64, ascending: `rows` and the rows with requested logits
+    logits_at: torch.Tensor  # [num_samples] int64: indexes in `kept`
+    hidden_at: torch.Tensor  # [num_hidden_rows] int64: indexes in `kept`
     states: torch.Tensor | None = None  # [num_hidden_rows, hidden_size], after the final norm, in the model's dtype
 
 
@@ -125,7 +121,7 @@ class ForwardBatch:
     pairs: PairRows | None = None  # None: a batch for the whole model, not for a draft head
     images: ImageRows | None = None  # None: no token belongs to a picture
     virtual: VirtualRows | None = None  # None: no token is a virtual token of an adapter
-    # [num_tokens] int32: the end of each row's visible keys; None: each row sees the keys up to its own.
+    # [num_tokens] int32: where each row's visible keys end; None: each row sees the keys up to its own position.
     key_limits: torch.Tensor | None = None
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
@@ -139,7 +135,7 @@ class ForwardBatch:
     # listed_keys.py; None: all keys are visible.
     chosen: torch.Tensor | None = None
     further: tuple[GroupSlotMapping, ...] = ()  # for the other groups that keep tokens, from group 1 on
-    # This batch as seen by each of these groups; filled once a layer has requested it.
+    # The batches that `of_group` returns for these groups; empty until its first call.
     views: list[ForwardBatch] = field(default_factory=list)
     states: StateRows | None = None  # None: no layer keeps a state
     states_written: list[int] = field(default_factory=list)  # layers whose states are in their pool
@@ -151,7 +147,7 @@ class ForwardBatch:
         default_factory=lambda: np.empty(0, dtype=np.int64)
     )  # `hidden.kept`, or `sample_rows`, on the host
     most_tokens: Ints | None = None  # [num_seqs]: the requests' token limits; None: equal to `host_context_lens`
-    query_factors: torch.Tensor | None = None  # [num_tokens] float32: multiply the queries, after everything else
+    query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
     replay_lens: Ints | None = None  # only for a graph's batch: the `host_context_lens` of the replayed step
     before_replay: Callable[[], None] | None = None  # only for a graph's batch: the kernels' host work
     # Only for a graph's batch: returns the host values that the kernels need for a step with these context lengths.

@@ -18,17 +18,16 @@ Ints = npt.NDArray[np.int64]
 class ImagePart(NamedTuple):
     """Tokens [start, start + num_tokens) of a picture, in rows [row, row + num_tokens) of a step.
 
-    `key`: the cache key of the picture's features. Requests with different salts have different keys, so that the
-    response time does not reveal which pictures another tenant has sent. `is_landed`: rank 0 has received the features
-    from an encoder.
+    Requests with different salts have different keys, so that the response time does not reveal which pictures another
+    tenant has sent.
     """
 
     row: int
     start: int
     num_tokens: int
-    key: bytes
+    key: bytes  # the cache key of the picture's features
     image: Image
-    is_landed: bool = False
+    is_landed: bool = False  # whether rank 0 has received the features from an encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ImageRows:
 
     rows: torch.Tensor  # [num_rows] int64
     features: torch.Tensor
-    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # picture rows with their marks, then all other rows
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # rows of pictures and the marks around them; other rows
 
     def embed(self, x: torch.Tensor) -> None:
         """Replaces embeddings x, [num_tokens, hidden_size], in place."""

@@ -143,8 +143,8 @@ def step_input(
     Each draft token is a sequence of its own, which shares the blocks of its request. It is never part of a longer
     chunk, so its results equal those of a separate step. All keys of a step are written before any are read.
 
-    For each request in `again`, the token before its chunk comes last: it is computed once more to give a draft head
-    its hidden state, without writing keys and values. `further`: see RowCollector.
+    Last come the tokens before the chunks of the requests in `again`, one each. They are computed once more, without
+    writing keys and values, because a draft head needs their hidden states. `further`: see RowCollector.
 
     A token that only the device has, after the last one that the host has, gets the input id 0.
     """

@@ -49,7 +49,7 @@ class VirtualRows:
     """A step's rows of virtual tokens; each part belongs to one adapter."""
 
     parts: Ints
-    adapters: Sequence[VirtualTokens]  # by part
+    adapters: Sequence[VirtualTokens]  # the adapter of each part
 
     def embed(self, x: torch.Tensor) -> None:
         """Replaces the embeddings of these rows in x, [num_tokens, hidden_size], in place."""

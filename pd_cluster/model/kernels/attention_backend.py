@@ -1,9 +1,9 @@
 """Chooses a model's attention on a device from `--attention-backend` and from what is available.
 
-`auto` means: on CUDA Triton, or SDPA if Triton cannot serve the model; on NPUs torch-npu's operators; on CPU the
+`auto` chooses Triton on CUDA (SDPA if Triton cannot serve the model), torch-npu's operators on NPUs, and on CPUs the
 attention that belongs to the model's other kernels. FlashInfer is used only on request, because nothing here has been
 timed on a GPU yet. A requested backend that cannot serve the model is an error; no other replaces it. Kernels are
-imported when they are chosen, so none needs to be installed.
+imported when they are chosen, so the packages of all others may be missing.
 """
 
 from __future__ import annotations

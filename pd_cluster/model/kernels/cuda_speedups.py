@@ -1,4 +1,4 @@
-"""Speed-ups for NVIDIA GPUs, off until measured on one (`--cuda-speedups`): which exist, which change results."""
+"""Speed-ups for NVIDIA GPUs (`--cuda-speedups`), off until measured on one: their list, and which change results."""
 
 from __future__ import annotations
 

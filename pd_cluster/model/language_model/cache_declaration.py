@@ -54,16 +54,14 @@ _seen: ContextVar[Seen] = ContextVar("_seen")
 class LayerCache:
     """The cache of a layer: `num_heads` vectors per plane for every token, and `state` for the whole sequence.
 
-    A layer may have either, both or none; empty `planes` mean no keys and values. `window`: how many tokens a token
-    attends to, including itself; 0: all. `reads`: if the layer has no keys and values of its own, the layer whose keys
-    and values it attends to.
+    A layer may have either, both or none.
     """
 
     num_heads: int = 0
-    planes: tuple[Plane, ...] = ()
-    window: int = 0
+    planes: tuple[Plane, ...] = ()  # empty: no keys and values
+    window: int = 0  # how many tokens a token attends to, including itself; 0: all
     state: StateParts | None = None
-    reads: int | None = None
+    reads: int | None = None  # the layer whose keys and values it attends to, if it has none of its own
 
     @property
     def index_plane(self) -> Plane | None:
@@ -265,7 +263,7 @@ def _cache_of(model: Any, index: int, layer: Any, seen: Seen, modules: dict[int,
 def _planes_of(
     place: str, keys: torch.Tensor, values: torch.Tensor, attended: AttentionArguments
 ) -> tuple[int, tuple[Plane, ...]]:
-    """Returns the heads and planes of the tensors in a cache, [1, num_heads, num_tokens, width] each."""
+    """Returns the number of heads and the planes of a cache's tensors, [1, num_heads, num_tokens, width] each."""
     num_heads, width, value_width = keys.shape[1], keys.shape[3], values.shape[3]
     if (num_heads, width, value_width) != attended.shape:
         if values.shape[1] != num_heads:

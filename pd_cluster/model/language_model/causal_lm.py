@@ -47,7 +47,7 @@ class CausalLM(Protocol):
     attention: str  # name of the attention in use
     rope_limit: RopeLimit  # the rotary positions that requests may have
     key_order: str  # order of a head's features in the KV pool, by name
-    # [head_dim] int64: in the pool's order, the model's indexes of the features; None: the same order.
+    # [head_dim] int64: for each feature in the pool's order, its index in the model's order; None: both are equal.
     key_features: torch.Tensor | None
     embedding_factor: float  # factor of embeddings before the first layer
     adapters: Adapters | None  # None: loaded without support for adapters
@@ -67,7 +67,7 @@ class CausalLM(Protocol):
     def take_part(self) -> None:
         """Computes this rank's experts for a step of the unit's other members, when this member has no rows.
 
-        Only for models whose experts are exchanged among instances: layer by layer, in the same order on all of them.
+        Only for models whose experts are spread over instances, all of which compute the layers in the same order.
         """
 
 

@@ -29,7 +29,7 @@ def activation_name(config: Any) -> str:
 
 
 def mlp_of(layer: Any, name: str, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
-    """Fuses a layer's module with this name, an MLP or a sparse block, and the layer's shared MLP, if there is one.
+    """Fuses the layer's module `name`, an MLP or a sparse block, and the layer's shared MLP, if there is one.
 
     Removes both from the layer.
     """

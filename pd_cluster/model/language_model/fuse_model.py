@@ -108,8 +108,8 @@ def fused_parts(
 ) -> Iterator[tuple[Any, Any]]:
     """Yields each part of a fused model together with the same part made from other weights.
 
-    `model`: the modules with these weights, on the host; `share` and `experts` as at the first load. Only the yielded
-    part is on the device, so the caller drops it before the next one.
+    `model`: the modules with the other weights, on the host; `share` and `experts` as at the first load. Only the
+    yielded part is on the device, so the caller drops it before the next one.
     """
     if share is not None:
         share.remove(model)
@@ -138,7 +138,7 @@ def _ropes(inner: Any, config: Any, quirks: Quirks, like: torch.Tensor) -> RopeT
 
 
 def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, share: RankShare | None) -> ModelEnds:
-    """Removes the parts around the layers, first the output layer, which may be packed from the embedding's rows."""
+    """Removes the parts around the layers. The output layer is first: it may be packed from the embedding's rows."""
     config, inner, adapters = model.config, model.model, maker.adapters
     embedding = getattr(inner, quirks.embedding)
     tied = model.lm_head.weight is embedding.weight

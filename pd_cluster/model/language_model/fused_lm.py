@@ -46,7 +46,7 @@ class ModelEnds:
 
     embed: Callable[[torch.Tensor], torch.Tensor]
     ropes: RopeTables
-    norm: Norm | None  # None: `head` applies it, and hidden states precede the norm
+    norm: Norm | None  # None: `head` applies it, and hidden states are those before it
     head: Linear
     vocab_size: int  # the whole model's
     embedding_factor: float = 1.0  # applied by `embed`
@@ -66,7 +66,7 @@ class Served:
 
 
 class FusedCausalLM:
-    """Updates the residual stream x in place. The output of half a layer is added to x together with the next norm."""
+    """Updates the residual stream x in place. The output of half a layer is added in the operation of the next norm."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A module's hook that calls a method of the module's owner, without a reference cycle: both are freed at once."""
+"""A module's hook that calls a method of the module's owner. Without a reference cycle, both are freed immediately."""
 
 from __future__ import annotations
 

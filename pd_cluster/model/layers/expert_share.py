@@ -29,7 +29,7 @@ class ExpertExchange(Protocol):
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns these tensors of all members, concatenated in order.
+        """Returns each of these tensors for all members, concatenated in member order.
 
         x [num_rows, hidden_size] has the dtype of activations; chosen is int64, weights float32, both [num_rows,
         top_k].
@@ -57,7 +57,7 @@ class ExpertUnit(ExpertExchange, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertShare:
-    """This rank's share of the experts: number `rank` of `size` ranks. `exchange` None: no unit of instances."""
+    """The experts of rank `rank` among the `size` that share all experts. `exchange` None: no unit of instances."""
 
     rank: int
     size: int
@@ -98,7 +98,7 @@ class RankExperts:
         """Returns this rank's part of the experts' outputs for x [num_rows, hidden_size].
 
         `compute` takes rows, indexes among this rank's experts, and weights; it ignores indexes past the end. With an
-        exchange it computes the rows of all members and adds up the members' partial results.
+        exchange, each member computes its experts for the rows of all members, then gets the sums for its own rows.
         """
         if self._exchange is None:
             return compute(x, self._numbers(chosen), weights)

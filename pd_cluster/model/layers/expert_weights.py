@@ -20,7 +20,7 @@ from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
 UNGATED = ("up_proj", "down_proj")  # of experts without gates (Nemotron-H)
-MOST_WAITING = 1 << 20  # the most outputs of first products that wait before the ranks exchange them
+MOST_WAITING = 1 << 20  # the most outputs of first products that may wait until the ranks exchange them
 
 
 @dataclass(frozen=True, slots=True)

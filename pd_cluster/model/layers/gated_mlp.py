@@ -186,7 +186,7 @@ def _routing(block: Any, gate: Any) -> Routing:
     renormalise = bool(getattr(gate, "norm_topk_prob", True))
     statics = getattr(
         gate, "moe_statics", block
-    )  # has the bias: in ERNIE 4.5 a module of the gate; in MiniMax-M2 and Hy3 the block
+    )  # the bias belongs to a module of the gate (ERNIE 4.5), or to the block (MiniMax-M2, Hy3)
     bias = getattr(gate, "e_score_correction_bias", getattr(statics, "e_score_correction_bias", None))
     if kind == "Lfm2MoeTopKRouter":
         bias = block.expert_bias.detach().float() if block.use_expert_bias else None

@@ -16,7 +16,7 @@ import torch
 from pd_cluster.model.layers.packed_linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.layers.whole_rows import WholeRows
 
-Tensors = Mapping[str, torch.Tensor]  # by part name
+Tensors = Mapping[str, torch.Tensor]  # name of a part -> tensor
 
 
 @dataclass(frozen=True, slots=True)

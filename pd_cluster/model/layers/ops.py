@@ -142,7 +142,7 @@ class Ops(Gates, Protocol):
         """Whether `recurrent` has kernels for layers of this shape with weights on this device."""
 
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
-        """Returns the kernel of a recurrent layer, for the work between its projections; it copies its weights."""
+        """Returns the kernel for the work between a recurrent layer's projections; the kernel copies the weights."""
 
 
 @runtime_checkable
@@ -170,7 +170,7 @@ class SparseOps(LatentOps, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norms an indexer's keys [num_tokens, width]; rotates the first features of these and of its queries.
 
-        `queries` [num_tokens, num_heads, width] may be overwritten. As many features are rotated as `rope` has.
+        `queries` [num_tokens, num_heads, width] may be overwritten. `rope` is as wide as the rotated part.
         """
 
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:

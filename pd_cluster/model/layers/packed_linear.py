@@ -3,7 +3,7 @@
 Fixed rules choose the layout, without measurements, so a checkpoint gives the same values in every process of a
 machine. On x86-64, float32 weights are packed for oneDNN if the CPU has AVX-512. With AVX2 only, where oneDNN takes
 twice the time for a few rows, they are packed for the C kernels. bfloat16 weights are packed for the C kernels if these
-can run; all others stay plain. With packed layers, unlike MKL, a row's values do not depend on the number of rows.
+can run; all others stay plain. Unlike MKL, packed layers give a row the same values for any number of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST_ROWS = 4
 TRIED_ROWS = 7
 TESTED_ROWS = (1, 2, 3, 17, 64)
 MOST_INPUTS_OF_ONE_ROW = (
-    1024  # up to this width a single row has the same bits; tests/model/test_packed_linear.py verifies it
+    1024  # up to this width a row has the same bits alone as with others: see tests/model/test_packed_linear.py
 )
 
 
@@ -156,7 +156,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 def make_expert_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes the layer of one of many experts. If the C kernels are available, they compute all in one call."""
+    """Makes the layer of one of many experts. If the C kernels are available, one call computes all experts."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel():
         packed = float32_linear(weight.detach(), bias)
         if packed is not None:

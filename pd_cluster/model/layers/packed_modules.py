@@ -136,8 +136,8 @@ class PackedRouter(torch.nn.Module):
 
 
 class _Product(TorchFunctionMode):
-    """Replaces `linear(x, weight, bias)` with this weight by `packed`, and sigmoid by a sigmoid that gives the same
-    bits in every row.
+    """Computes `linear(x, weight, bias)` by `packed` if `weight` is this one, and sigmoid by a function that gives the
+    same bits in every row.
     """
 
     def __init__(self, weight: torch.Tensor, packed: Linear) -> None:

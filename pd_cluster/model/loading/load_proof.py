@@ -26,8 +26,8 @@ from pd_cluster.model.layers.states.state_planes import state_modules
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 BLOCK_SIZE = 4
-# Replaces longer sliding windows, and the number of keys that an indexer chooses, which the few tokens of the proof
-# would not exceed.
+# Replaces larger sliding windows, and larger numbers of keys that an indexer chooses: the few tokens of the proof would
+# not exceed them.
 WINDOW = 3
 SHORTENED = ("sliding_window", "index_topk")
 # Recurrent modules scan at most 64 tokens together during the proof, so that the steps cross a boundary between scans.
@@ -41,7 +41,7 @@ SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25, ROUNDED: 0.25}
 
 
 class ProofSchedule(NamedTuple):
-    """How the proof computes two sequences: each entry of `steps` has the number of tokens of both in one step.
+    """How the proof computes two sequences: an entry of `steps` has each sequence's number of tokens in a step.
 
     If `kept` is not 0, the first sequence's state after `kept` tokens is copied, and a third sequence continues from
     the copy.
@@ -150,8 +150,8 @@ def transformers_logits(model: PlainCausalLM, course: ProofSchedule = KEYS, devi
 def fused_logits(
     model: FusedCausalLM, layouts: Sequence[KVLayout], course: ProofSchedule = KEYS, device: Device = CPU
 ) -> torch.Tensor:
-    """Returns the same logits from fused layers, in chunks through pools. These have the given layouts, perhaps in
-    smaller blocks.
+    """Returns the logits of the same sequences from fused layers, in chunks through pools. The pools have the given
+    layouts, perhaps with smaller blocks.
     """
     token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
     with torch.inference_mode(), _shortened(model.indexers if course is KEYS else ()):

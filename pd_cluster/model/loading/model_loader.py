@@ -83,8 +83,8 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
-# The largest change of logits by fusing that is accepted, as a share of the largest logit. In float32 fusing changes
-# them by about 1e-6. Where activations are rounded to codes, this may change a code.
+# The largest accepted change of the logits by fusing, as a share of the largest logit. In float32 fusing changes
+# logits by about 1e-6. Where activations are rounded to codes, this can lead to another code.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
 # The last components of names in the files of all architectures.
 HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")
@@ -287,7 +287,7 @@ def _modules_of(
     group: Group,
     own_experts: ExpertModules | None,
 ) -> Any:
-    """Returns transformers' model, with rotary positions and picture features installed.
+    """Returns transformers' model, with a quantized head, rotary positions and picture experts where they apply.
 
     Returns only when all members of a unit have connected.
     """
@@ -310,8 +310,8 @@ def overwrite_weights(
     """Copies a checkpoint's weights into the memory of a model's weights, to which graphs refer.
 
     Until they are copied, the new weights are on the host, except one layer, which is on the device. `experts`: as at
-    the first load; not of a unit. Raises ModelError, and CannotOverwrite if a part of the model depends on its weights
-    in another way; the model is then unusable.
+    the first load; not of a unit. Raises ModelError, and CannotOverwrite if a part differs in more than the values of
+    its tensors; the model is then unusable.
     """
     share = _share_of(checkpoint, group, experts is not None)
     modules = _modules_of(checkpoint, dtype, CPU, share, group, _experts_of(checkpoint, experts))

@@ -62,7 +62,7 @@ class PlaceholderModules:
 
 
 def is_in_other_form(key: str) -> bool:
-    """Whether a tensor's name in safetensors files is a part of a form that transformers does not support."""
+    """Whether a tensor, by its name in the files, is a part of a form that transformers does not support."""
     fused, layer = FUSED_EXPERTS.search(key), LAYER.search(key)
     name = (fused["part"] or "weight") if fused else layer["part"] if layer else ""
     return name not in PLAIN.parts and any(name in form.parts for form in FORMS.values())

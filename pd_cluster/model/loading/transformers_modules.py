@@ -43,7 +43,7 @@ TRANSPOSED_EXPERTS = (
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
-    """Returns transformers' config with the checkpoint's overrides; if only a text model is served, its part.
+    """Returns transformers' config with the checkpoint's overrides, or only its text part if only that is served.
 
     Raises ModelError for invalid values.
     """
@@ -61,7 +61,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 
 def _with_floats(value: Any) -> Any:
-    """Replaces floats that transformers writes to config.json as {"__float__": "Infinity"} and the like."""
+    """Converts {"__float__": "Infinity"} and the like, which transformers writes to config.json, back to floats."""
     if isinstance(value, list):
         return [_with_floats(each) for each in value]
     if not isinstance(value, dict):

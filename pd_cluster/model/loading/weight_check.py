@@ -1,6 +1,6 @@
 """Checks that the files hold exactly the architecture's weights: none is missing, quantized or left over.
 
-A tensor that no module uses is an error, because it might have to multiply another tensor.
+A tensor that no module uses is an error, because it might be a factor of another tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 ATTENDING = {"full_attention", "sliding_attention", INDEXED}
 OF_HYBRIDS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 LIMIT, NO_LIMIT = "time_step_limit", (0.0, math.inf)
-BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # also for single tokens: see states/module_states.py
+BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # the limit holds for single tokens, too: see states/module_states.py
 
 # Float buffers that earlier versions of transformers saved in each layer; now the modules compute them.
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:(?:original_)?inv_freq|(?:cos|sin)_cached)$")

@@ -58,7 +58,7 @@ class StepRows:
         self.are_adapted, self._on_device = True, blocks
 
     def keep(self, rows: Ints | None) -> None:
-        """Keeps only these of the current rows, [num_kept]; `rows` may be None if no row has an adapter."""
+        """Drops all of the current rows except `rows` [num_kept], which may be None if no row has an adapter."""
         if self._slots is not None:
             assert rows is not None
             self._set(self._slots[rows])
@@ -159,10 +159,10 @@ def padded_ranks(matrix: torch.Tensor, dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFeatures:
-    """A module of the transformers model, in a layer that may join several: the module's features on this rank.
+    """The features, on this rank, of a module of the transformers model. Its layer may join several modules.
 
-    `outputs`: its slice of the layer's output features. `order` [out_features] int64: feature i of this slice is the
-    module's feature `order[i]`; None: the order is the same.
+    `outputs`: the module's slice of the layer's output features. `order` [out_features] int64: feature i of this slice
+    is the module's feature `order[i]`; None: the order is the same.
     """
 
     in_features: int
@@ -182,7 +182,7 @@ class DeviceTable(Protocol):
 
 @dataclass(slots=True)
 class LinearAdapters:
-    """A linear layer, and by slot what the loaded adapters add to it."""
+    """The parts of the loaded adapters for one linear layer, by slot."""
 
     rows: StepRows
     table: LoraTable | None = field(default_factory=lambda: LoraTable() if LoraTable.is_possible() else None)

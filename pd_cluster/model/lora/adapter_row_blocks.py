@@ -22,12 +22,12 @@ MOST_ADAPTERS = 1024  # loaded on a device at once, at most
 class AdaptedBlocks:
     """Rows with adapters, sorted by adapter.
 
-    `rows` [num_adapted] int32: row indexes. `blocks` [num_blocks, 3] int32: the adapter's index in the device's tables,
-    the index in `rows` of the block's first row, and its number of rows; blocks of 0 rows are skipped.
+    A row of `blocks` has the adapter's index in the device's tables, the index in `rows` of the block's first row, and
+    the block's number of rows. Blocks of 0 rows are skipped.
     """
 
-    rows: torch.Tensor
-    blocks: torch.Tensor
+    rows: torch.Tensor  # [num_adapted] int32: row indexes
+    blocks: torch.Tensor  # [num_blocks, 3] int32
 
 
 def blocks_of(slots: Ints, places: Mapping[int, int]) -> tuple[Ints32, Ints32]:

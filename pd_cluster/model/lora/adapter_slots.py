@@ -1,4 +1,4 @@
-"""Assigns slots to adapters, by digest, while adapters are loaded, and dropped between steps. Reads no adapters."""
+"""Assigns slots to adapters by digest. Adapters are loaded at any time, but dropped only between steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Adds adapters to a layer on an accelerator with plain products, one adapter after another, in the model's dtype.
 
-Works on all devices, because it needs no kernel. Rows are gathered and added only along the first dimension, because
-for that no device copies the whole tensor or waits for the host.
+Works on all devices, because it needs no kernel. Rows are gathered and added only along the first dimension: no device
+then copies the whole tensor or waits for the host.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Norms:
         self.sites[name] = self._by_norm[id(norm)] = site
 
     def change(self, ops: Ops, norm: Norm, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Replaces rows of `normed` [num_rows, features] whose adapters have a norm of their own, applied to x."""
+        """Replaces those rows of `normed` [num_rows, features] whose adapter has its own norm by this norm of x."""
         if not self._rows.are_adapted:
             return normed
         site = self._by_norm.get(id(norm))

@@ -19,7 +19,7 @@ class RoutedRows(StepRows):
         self.nums_rows: list[int] | None = None  # rows of each call of the block, recorded during `watched`
 
     def begin_block(self, num_rows: int) -> bool:
-        """Starts a block whose experts compute `num_rows` rows together; returns True if some have adapters."""
+        """Starts a block whose experts compute `num_rows` rows together; returns True if some rows have adapters."""
         if self.nums_rows is not None:
             self.nums_rows.append(num_rows)
         return self._step.are_adapted and not self._step.is_on_device
@@ -35,7 +35,7 @@ class RoutedRows(StepRows):
 
 
 def attach_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[LinearAdapters, ModuleFeatures]]:
-    """Attaches adapters to the experts' layers; returns these by name, which starts with the expert's index."""
+    """Attaches adapters to the experts' layers. Returns them by name; a name starts with the expert's index."""
     hidden_size, features = layers.shape
     both, downs = slice(0, 2 * features), slice(0, hidden_size)
     own = None if layers.rows is None else layers.rows.part(features)  # this rank's inputs of the second product

@@ -41,7 +41,7 @@ class LoraTargets:
         self.linear: dict[str, tuple[LinearAdapters, ModuleFeatures]] = {}
         self.head: tuple[str, OutputLayerAdapters] | None = None
         self.embedding: tuple[str, EmbeddingAdapters] | None = None
-        self.experts: dict[str, RoutedRows] = {}  # by module name
+        self.experts: dict[str, RoutedRows] = {}  # name of a block's module -> rows of its experts
 
     def beside(
         self, layer: Linear, path: str, modules: dict[str, tuple[int, int]], order: torch.Tensor | None

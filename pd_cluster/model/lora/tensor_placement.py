@@ -33,18 +33,14 @@ def uncut(key: str, shape: tuple[int, ...]) -> WeightCut:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """The model's own weights, which determine how adapters are placed.
+    """The model's own weights, which determine how adapters are placed."""
 
-    `cut`: this rank's share of a weight, by its name in the files. `name_of`: maps a weight's name in the trained model
-    to its name in the served model. `stored`: a module's weight as the files store it; None: the files have none.
-    `vocab_size`: the whole model's.
-    """
-
-    cut: Callable[[str, tuple[int, ...]], WeightCut] = uncut
-    name_of: Callable[[str], str] = str
+    cut: Callable[[str, tuple[int, ...]], WeightCut] = uncut  # this rank's share of a weight, by its name in the files
+    name_of: Callable[[str], str] = str  # maps a weight's name in the trained model to its name in the served model
+    # A module's weight as the files store it; None: the files have none.
     stored: Callable[[str], torch.Tensor | None] = lambda name: None
     num_ranks: int = 1
-    vocab_size: int = 0
+    vocab_size: int = 0  # the whole model's
 
 
 class TensorPlacement:

@@ -29,7 +29,7 @@ class UnitEnds(NamedTuple):
 
 
 class DeviceUnitGroup:
-    """Implements model.layers.expert_share.ExpertUnit on an accelerator; `rank` among the `size` members.
+    """Implements model.layers.expert_share.ExpertUnit on an accelerator, for member `rank` of `size`.
 
     Calls are launched in order on each device, and the host does not wait. So errors of NCCL or HCCL end the process,
     at the latest after the timeout. `agree`, or the connection to a member, detects that a member is lost.

@@ -76,15 +76,12 @@ Piece = tuple[int, int]  # [start, stop) in the dimension that is split
 
 @dataclass(frozen=True, slots=True)
 class WeightCut:
-    """The `pieces` of a weight along `dim`, joined; None: the whole weight. `padded_to`: pads with zeros to this number
-    of rows.
-
-    `on_rank_0_only`: other ranks have zeros, because the part is added to each rank's term of a sum.
-    """
+    """The `pieces` of a weight along `dim`, joined."""
 
     dim: int = 0
-    pieces: tuple[Piece, ...] | None = None
-    padded_to: int = 0
+    pieces: tuple[Piece, ...] | None = None  # None: the whole weight
+    padded_to: int = 0  # pads with zeros to this number of rows
+    # Other ranks have zeros, because the part is added to each rank's term of a sum.
     on_rank_0_only: bool = False
 
 
@@ -192,7 +189,7 @@ class ParallelPlan:
         return layout
 
     def cut(self, key: str, shape: tuple[int, ...], rank: int, takes_whole_rows: bool = False) -> WeightCut:
-        """Returns the cut of a tensor, by its name in the safetensors files. `takes_whole_rows`: its layer does."""
+        """Returns the cut of a tensor, by its name in the files. `takes_whole_rows`: whether its layer does so."""
         if key.endswith((*EMBEDDINGS, "lm_head.weight", "lm_head.bias")):
             step = self.local_vocab_size
             start = min(rank * step, self.vocab_size)

@@ -21,9 +21,9 @@ LOAD_TIMEOUT_S = 600.0  # how long until all members have checked their models
 
 
 class UnitGroup:
-    """Implements model.layers.expert_share.ExpertUnit.
+    """Implements model.layers.expert_share.ExpertUnit, for member `rank` of `size`.
 
-    `rank` among the `size` members. Raises InstanceLost if another member is lost, or delays all others for too long.
+    Raises InstanceLost if another member is lost, or delays all others for too long.
     """
 
     def __init__(self, rank: int, size: int, meet: Callable[[], Any], timeout_s: float) -> None:

@@ -130,7 +130,7 @@ class GroupNeeds:
 
     @property
     def is_default(self) -> bool:
-        """Whether the number of sequences is not configured, so that fewer may be served."""
+        """Whether the number of sequences is not configured, so that fewer than the default may be served."""
         return self.config.max_num_seqs == DEFAULT_NUM_SEQS
 
     def share_of(self, free: host.HostMemory, share: float) -> int:
@@ -139,7 +139,7 @@ class GroupNeeds:
         return left if left is not None else host_share(free, share, self.config.num_local_ranks)
 
     def check(self, nbytes: int, free: host.HostMemory, flag: str) -> None:
-        """Raises ConfigError if pools of `nbytes` do not fit host memory. On an accelerator, allocation shows that."""
+        """Raises ConfigError if pools of `nbytes` exceed host memory. On an accelerator, allocation fails instead."""
         if self.left is None:
             check_fits(nbytes, free, self.config.num_local_ranks, flag)
 

@@ -41,13 +41,10 @@ def default_step_tokens(device: Device) -> int:
 
 
 class MemoryBeside(NamedTuple):
-    """Memory that is not the pool's.
+    """Memory that is not the pool's."""
 
-    `peak_nbytes`: weights and the largest step, on an accelerator. `twin_nbytes`: a block's twin for the draft model.
-    """
-
-    peak_nbytes: int = 0
-    twin_nbytes: int = 0
+    peak_nbytes: int = 0  # weights and the largest step, on an accelerator
+    twin_nbytes: int = 0  # the twin of one block, for the draft model
 
 
 NOTHING_BESIDE = MemoryBeside()

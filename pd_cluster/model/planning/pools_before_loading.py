@@ -34,8 +34,8 @@ def pool_layouts(plan: LoadPlan, caches: Sequence[LayerCache], draft_head: str =
 def check_before_loading(plan: LoadPlan) -> None:
     """Raises ConfigError for settings that a model with states refuses, if this can be decided without weights.
 
-    Modules are built only for a single rank outside a unit: transformers then changes torch's default dtype, and
-    several ranks may be threads of one process.
+    Modules are built only for a single rank outside a unit, because several ranks may be threads of one process, and
+    transformers changes torch's default dtype, which they share.
     """
     if plan.checkpoint.model_type not in HYBRID_MODEL_TYPES:
         return

@@ -22,15 +22,12 @@ from pd_cluster.settings.engine_config import EngineConfig
 
 
 class LoadedParts(NamedTuple):
-    """The model, or this rank's share of it, and its vision tower. Without a tower the model accepts no pictures.
-
-    `draft`: the draft model; `head`: the draft head, which is a single layer.
-    """
+    """The loaded model, or this rank's share of it, and the modules that belong to it."""
 
     model: CausalLM
-    tower: Tower | None
-    draft: CausalLM | None = None
-    head: DraftHead | None = None
+    tower: Tower | None  # the vision tower; None: the model accepts no pictures
+    draft: CausalLM | None = None  # the draft model
+    head: DraftHead | None = None  # the draft head, which is a single layer
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:

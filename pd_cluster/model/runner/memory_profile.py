@@ -156,8 +156,8 @@ def largest_step(
 ) -> list[tuple[Request, int]]:
     """Returns prompts that fill a step, with as many sequences as may run; each has sampled rows.
 
-    All sequences use the same state, because the pool may not have room for one each and separate states would not
-    change the work.
+    All sequences use the same state: the pool may not have room for one each, and separate states would not change the
+    work.
     """
     num_seqs = max(1, min(num_seqs, num_tokens))
     lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]

@@ -57,15 +57,12 @@ CLOSE_S = 2.0
 
 
 class KVMemory(NamedTuple):
-    """The pool and the swap space of each group of layers.
-
-    `max_num_seqs`: the number of sequences whose states fit at once. `twin`: the draft model's pool, which has as many
-    blocks as the main pool; see kv/twin_blocks.py.
-    """
+    """The pool and the swap space of each group of layers."""
 
     pools: tuple[KVPool, ...]
     swaps: tuple[SwapSpace, ...]
-    max_num_seqs: int
+    max_num_seqs: int  # the number of sequences whose states fit at once
+    # The draft model's pool, which has as many blocks as the main pool: see kv/twin_blocks.py.
     twin: KVPool | None = None
 
 
@@ -186,7 +183,7 @@ class ModelRunner:
         drafts: Drafts = NO_DRAFTS,
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
-        """Does the work of `compute`, and computes the draft head's pairs for prompts and for blocks that become full.
+        """Computes the chunks like `compute`, and the draft head's pairs for prompts and for blocks that become full.
 
         `keeps`: the copies of states to make, for models with states.
         """

@@ -49,7 +49,7 @@ class CopySource(Protocol):
     def copies(self) -> VersionCopies: ...
 
     def fetch(self, version: WeightVersion, check: Callable[[Path], None]) -> None:
-        """Gets a copy, which `check` accepts. Raises ModelError."""
+        """Gets a copy for which `check` raises no error. Raises ModelError."""
 
 
 class VersionFiles:
@@ -61,7 +61,7 @@ class VersionFiles:
     def __init__(self, base: Path, source: CopySource | None = None) -> None:
         self._base, self._source = base, source
         self._one_at_a_time = threading.Lock()
-        self._checked: dict[str, tuple[Path, Stamp]] = {}  # the last two, by digest: one may be loading
+        self._checked: dict[str, tuple[Path, Stamp]] = {}  # the two checked last, by digest: one may be loading
         self._held = ""  # the digest of the loaded version
 
     def check(self, version: WeightVersion) -> None:

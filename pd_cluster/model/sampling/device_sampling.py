@@ -1,4 +1,4 @@
-"""Chooses the next tokens, greedy or drawn, and their logprobs on the logits' device, without the host.
+"""Chooses the next tokens, greedy or drawn, and computes their logprobs, on the logits' device, without the host.
 
 The arithmetic is the same as in logit_adjustments.py, token_draw.py and row_logprobs.py, so a sequence gets the same
 tokens on device and host. A Triton kernel finds the tokens that a row keeps; without Triton, sorting finds them. Does
@@ -54,7 +54,7 @@ def choose(
     """Returns token ids [num_rows] int64, on the device, for rows of logits [num_rows, vocab_size], one per request.
 
     `last_ids` [num_rows] int64, on the device: the last token of each request's output, if the host does not have it
-    yet; None if the host has all of them. `unknown`: for each row, whether the host lacks it; None: all rows are alike.
+    yet; None if the host has all of them. `unknown`: which rows' tokens the host lacks; None: all rows are alike.
     """
     if last_ids is None or unknown is None:
         unknown = [last_ids is not None] * len(requests)

@@ -29,7 +29,7 @@ UNREADY_WAIT_S = 0.05  # how long a step waits for guides if there is nothing el
 
 
 class TokenMask(NamedTuple):
-    """Bit t % 32 of `words[t // 32]` tells whether token t is allowed. If there is a `problem`, no token is.
+    """Bit t % 32 of `words[t // 32]` tells whether token t is allowed. With a `problem`, no token is allowed.
 
     `accepts`: the output matches its guide, so an end or stop token ends it; otherwise such a token is part of the
     text. `is_forced`: the output has only one continuation, so the request's other constraints do not apply.

@@ -87,8 +87,8 @@ def _class_of(name: str, place: str) -> type[Any]:
         raise ConfigError(f"{place}: must be a class, not {type(found).__name__}; wrap it in an AdapterLogitsProcessor")
     if not (_has(found, OF_REQUESTS) or _has(found, OF_BATCHES)) or not _has(found, ("is_argmax_invariant",)):
         raise ConfigError(
-            f"{place}: needs the methods is_argmax_invariant, and new_req_logits_processor or update_state and apply; "
-            f"see docs/extending.md"
+            f"{place}: needs the methods is_argmax_invariant, and new_req_logits_processor or both update_state and "
+            f"apply; see docs/extending.md"
         )
     return found
 

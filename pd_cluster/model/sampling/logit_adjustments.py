@@ -44,7 +44,8 @@ class Adjustment:
         self.allowed = self._ids(params.allowed_token_ids)
         self.ends = self._ids(eos_token_ids.union(params.stop_token_ids))
         self.always_banned = self._ids(words[0] for words in params.bad_words if len(words) == 1)
-        self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the token before the last one
+        # A sequence's last token but one -> its tokens without the last, and the last.
+        self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for words in params.bad_words:
             if len(words) > 1 and 0 <= words[-1] < vocab_size:
                 self.bad_words[words[-2]].append((list(words[:-1]), words[-1]))

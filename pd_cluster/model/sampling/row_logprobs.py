@@ -84,8 +84,8 @@ def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int, n
         best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks │
         logits of the named tokens
 
-    "most equals" are needed because topk may return any of several equal tokens: they are the lowest ids of tokens
-    with the same logit as the last of the most likely tokens, counted from the vocabulary's end; 0 if none is left.
+    topk may return any of several equal tokens. So "most equals" are the lowest ids of the tokens that tie with the
+    last of the most likely ones, as distances from the vocabulary's end; 0 if none is left.
     """
     table = mended(logits)
     best = table.amax(1, keepdim=True)

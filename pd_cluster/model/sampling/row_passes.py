@@ -1,8 +1,8 @@
 """Passes over whole rows of logits: the best token, the k best, the total mass, the number of better tokens.
 
-The time of this part of sampling grows with the vocabulary; the rest is small and runs on the host. On the CPU it uses
-numpy, whose vectorised partition and argmax are much faster than torch's; on other devices it uses torch. A row's
-result does not depend on other rows. Does not use requests or sampling parameters.
+The time of this part of sampling grows with the vocabulary; the rest is small and runs on the host. On the CPU this
+part uses numpy, whose vectorised partition and argmax are much faster than torch's; on other devices it uses torch. A
+row's result does not depend on other rows. Does not use requests or sampling parameters.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MARGIN = 16  # additional candidates, so that tokens equal to the last kept one 
 NUM_BINS = 4096  # bins for logits below the best one
 # The relative error of a sum of float32 masses, from products over 44 octaves, sums within a block and the last bits.
 MASS_ERROR = 2.0**-16
-MAX_BELOW = 80.0  # logits divided by temperature; all less likely tokens share a bin
+MAX_BELOW = 80.0  # distance below the best, divided by temperature; all less likely tokens share a bin
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,9 @@ def _target(knobs: DrawParameters, total: Ints) -> Ints:
 
 
 def _num_kept(ranked: Floats, best: Floats, knobs: DrawParameters, total: Floats, is_all: bool) -> tuple[Ints, Bools]:
-    """Returns how many of the values [num_rows, num_candidates], best first, min_p, top_k and top_p keep; at least one.
+    """Returns how many candidates min_p, top_k and top_p keep in each row, at least one, and whether this is certain.
 
-    Also returns whether the number is certain. `is_all`: the candidates are the whole vocabulary.
+    `ranked` [num_rows, num_candidates]: their logits, best first. `is_all`: they are the whole vocabulary.
     """
     num_above = (ranked >= knobs.floor(best)[:, None]).sum(1)
     limit: Ints = np.minimum(num_above, knobs.top_k)
@@ -195,7 +195,7 @@ def _nucleus(values: Floats, masses: Ints, best: Floats, knobs: DrawParameters) 
     in a flat row all tokens would be in one bin of fixed width.
     """
     with np.errstate(over="ignore"):
-        below = (best - values) * knobs.inverse_temperature.astype(np.float32)  # as exponents
+        below = (best - values) * knobs.inverse_temperature.astype(np.float32)  # distances from the best, as exponents
     np.minimum(below, MAX_BELOW, out=below)
     below /= max(below.max(), np.finfo(np.float32).tiny)
     below *= NUM_BINS

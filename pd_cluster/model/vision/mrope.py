@@ -18,7 +18,7 @@ class SectionsRotaryEmbedding(torch.nn.Module):
     """Rotates sections of a head by time, height and width; with one row of positions, like the text model."""
 
     def __init__(self, one: torch.nn.Module, three: torch.nn.Module, pairs_neighbours: bool = False) -> None:
-        """`pairs_neighbours`: tables of `three` repeat each angle at once; those of `one` repeat all after the last."""
+        """`pairs_neighbours`: tables of `three` have each angle next to its copy; those of `one`, half a row away."""
         super().__init__()
         self._pairs_neighbours = pairs_neighbours
         self._one, self._three = (one,), (three,)  # hidden from modules(), where loaders look for rotary embeddings

@@ -23,16 +23,14 @@ Encode = Callable[[Any, Pixels, Image, Device], Layers]
 class VisionClasses(NamedTuple):
     """Names in the transformers module of a model type.
 
-    `tower`: the class of the tower, which `encode` is called with; its weights' names start with `visual.`. "" means
-    that the tower is part of the whole model; then `encode` is called with the whole model without its text model.
-    `rotary`: the text model's rotary embedding, if pictures have positions of several dimensions. `pairs_neighbours`:
-    its tables contain each angle twice in a row; otherwise they contain all angles, then repeat them.
+    `encode` is called with an object of the class `tower`, whose weights' names start with `visual.`. If `tower` is "",
+    the tower is part of the whole model; then `encode` is called with the whole model without its text model.
     """
 
     encode: Encode
     tower: str = ""
-    rotary: str = ""
-    pairs_neighbours: bool = False
+    rotary: str = ""  # the text model's rotary embedding, if pictures have positions of several dimensions
+    pairs_neighbours: bool = False  # tables of `rotary` have each angle twice in a row; otherwise all, then all again
 
 
 def by_grid(module: Any, pixels: Pixels, image: Image, device: Device) -> Layers:

@@ -30,10 +30,10 @@ from pd_cluster.types import Image
 
 
 class FeatureForm(NamedTuple):
-    """The form of a picture's features. `dtype`: also of the activations. `num_layers`: 1 + num_deep."""
+    """The form of a picture's features."""
 
-    dtype: torch.dtype
-    num_layers: int
+    dtype: torch.dtype  # also of the activations
+    num_layers: int  # 1 + num_deep
     hidden_size: int
 
 
@@ -95,7 +95,7 @@ class Tower:
         return landed | dict(zip(missing, shared(nums_pixels, self.group.size), strict=True))
 
     def rows(self, parts: Sequence[ImagePart], num_tokens: int) -> ImageRows:
-        """Returns the features of a step's rows; computes the pictures that are not cached from their pixels.
+        """Returns the features of a step's rows. Pictures that are not cached are computed from their pixels.
 
         Features that were cached before the step stay available during the step. Raises InstanceLost if another rank
         could not compute its pictures.
@@ -179,7 +179,7 @@ class Tower:
 
 
 def shared(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the rank of each item. The largest goes first, each to the rank with the least so far (the lowest)."""
+    """Returns the rank of each item. Each goes to the rank with the least so far, the largest items first."""
     loads, found = [0] * num_ranks, [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
         found[at] = loads.index(min(loads))

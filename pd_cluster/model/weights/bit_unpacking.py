@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 WORD_BITS = 32
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the slot that has each of eight columns
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the slots of eight columns, in order
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of the codes 0 to 7; bit 3 is the sign
 
 

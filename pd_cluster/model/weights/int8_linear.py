@@ -15,8 +15,8 @@ MOST = 127
 class Int8Linear:
     """Computes quantized(x) @ codes.T * scales + bias: codes [N, K] int8, scales [N] float32, bias [N] or None.
 
-    Each row has its own scale, see `quantize_rows`. With `inputs`, the scale and zero point in the file, all rows have
-    the same. |sums| stay below 2^31 for up to 131,072 input features.
+    Each row has its own scale, see `quantize_rows`. With `inputs`, all rows have the scale and zero point in the file.
+    |sums| stay below 2^31 for up to 131,072 input features.
     """
 
     __slots__ = ("_bias", "_codes", "_inputs", "_scales", "_sums")

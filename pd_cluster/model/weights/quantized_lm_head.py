@@ -11,7 +11,7 @@ from pd_cluster.model.layers.linear_weight import UnpackedLinear, WeightTensors
 from pd_cluster.model.weights.load_time_quantization import encoded
 from pd_cluster.model.weights.weight_forms import form_of
 
-ROWS_AT_ONCE = 8192  # rows converted to float32 and divided by their scales at a time, besides the whole weight
+ROWS_AT_ONCE = 8192  # rows that are converted to float32 and quantized at a time, so as to need little memory
 
 
 def quantize_head(model: Any, scheme: str) -> None:

@@ -409,10 +409,10 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
 
 
 def _order(batch: ForwardBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-    """Returns the sequences, longest first, and for each the number of sequences from it on that share its block table.
+    """Returns the order of the sequences, and for each the number of sequences from it on that share its block table.
 
-    Sequences that share a table are consecutive, shortest first; all but the first of them have 0. None instead of the
-    numbers: no table is shared.
+    The longest come first, except that sequences with one table are consecutive, shortest first; all but the first of
+    these have 0. The numbers are None if no table is shared.
     """
     lens, leaders = batch.host_context_lens, batch.leaders
     if leaders is None:

@@ -97,7 +97,7 @@ class NpuLatentOps(NpuOps):
         self, latents: Latents, absorbed: torch.Tensor, turned: torch.Tensor, batch: ForwardBatch, step: PlannedStep
     ) -> torch.Tensor:
         latent_pool, rope_pool = (pool.flatten(2) for pool in batch.pool.layer(latents.layer_idx))
-        # For single tokens some versions of the operator accept no mask; without one, they see all keys.
+        # For single tokens some versions of the operator accept no mask; without one, the tokens see all keys.
         is_decode = len(step.query_ends) == len(absorbed)
         found: torch.Tensor = torch.ops.npu.npu_fused_infer_attention_score(
             absorbed,

@@ -1,5 +1,5 @@
-"""Products of quantized weights with torch-npu's operators: int8 weights and activations, or only weights, in 8 or 4
-bits.
+"""Products of quantized weights with torch-npu's operators: int8 weights and activations, or weights of 8 or 4 bits
+and float activations.
 
 The operators' descriptions limit shapes and groups; weights outside these limits are dequantized. No operation waits
 for the device while a step runs.

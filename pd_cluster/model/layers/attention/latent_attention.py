@@ -124,7 +124,7 @@ def attend_latents(
 
 
 def workspace_nbytes(max_model_len: int, width: int) -> int:
-    """Returns the bytes that a step over a long context needs: `width` values per token, gathered and in float32."""
+    """Returns the bytes of a step over a long context: for scores, and for `width` values per token, held twice."""
     return 3 * 4 * MOST_SCORES + max_model_len * width * 8
 
 

@@ -141,7 +141,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 def _as_stored(keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, dtype: torch.dtype) -> tuple[Pair, Pair]:
-    """Returns keys and values in the pool's dtype, and rounded to that dtype as attention reads them."""
+    """Returns keys and values twice: as the pool stores them, and as attention reads them, converted to `dtype`."""
     own = batch.pool.layout.dtype
     if TORCH_DTYPES[own] == keys.dtype:
         return (keys, values), (keys, values)
@@ -189,7 +189,7 @@ def _attend(
     v: torch.Tensor,
     batch: ForwardBatch,
     scoring: Scoring,
-    limits: torch.Tensor | None = None,  # [query_len]: the end of each query's visible keys; None: its own position
+    limits: torch.Tensor | None = None,  # [query_len]: where each query's visible keys end; None: at its own position
 ) -> torch.Tensor:
     """Attends for one sequence. Returns [num_heads, query_len, head_dim]."""
     num_heads, query_len, head_dim = q.shape

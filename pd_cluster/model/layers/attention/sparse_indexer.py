@@ -1,4 +1,4 @@
-"""Chooses the keys that a token attends to in sparse latent attention (DSA), by separate keys of an indexer.
+"""Chooses the keys that a token attends to in sparse latent attention (DSA), by an indexer's separate queries and keys.
 
 A key's score is the sum over the indexer's heads of the head's weight times relu(query · key), in float32. A token
 attends to the `index_topk` keys with the highest scores; if scores are equal, to the earlier key. A token with at most

@@ -1,4 +1,4 @@
-"""Chooses the `most` best keys of each row by the index keys in the paged pool, in torch; returns them ascending.
+"""Chooses, in torch, the `most` best keys for each row by the index keys in the paged pool, in ascending order.
 
 `ForwardBatch.chosen` [num_tokens, most] holds the positions, within the sequence, of the keys that each token attends
 to. A token that sees at most `most` keys attends to all of them; its row is not read. In sparse latent attention a

@@ -54,7 +54,7 @@ class RopeTables:
     """Makes the tables of a step for each kind of layer. `order`: the order of a head's features; None: the model's
     own.
 
-    `key_order` names this order. Keys in the KV pool are in it, so both ends of a link need the same.
+    `key_order` names this order. Keys in the KV pool have this order, so both ends of a link need the same one.
     """
 
     def __init__(

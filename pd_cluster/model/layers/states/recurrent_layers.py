@@ -40,17 +40,17 @@ class RecurrentLayer:
 class GatedState:
     """The gated delta rule with decays per head, or Mamba-2: one projection computes all inputs.
 
-    `widths`: the parts of its rows, in order: convolution inputs, gates, decays (or Mamba-2's time steps), and betas if
-    there are any. `input_multiplier` scales the projection's input, `multipliers` [num_features] its output. `norm`:
-    norms the kernels' result and applies the gate, if the kernels cannot because the norm spans several ranks.
+    Each row of the projection has these parts, as wide as `widths` says: convolution inputs, gates, decays (or
+    Mamba-2's time steps), and betas if there are any.
     """
 
     layer: RecurrentLayer
     projection: Linear
     output: Linear
     widths: tuple[int, ...]
-    input_multiplier: float = 1.0
-    multipliers: torch.Tensor | None = None
+    input_multiplier: float = 1.0  # scales the projection's input
+    multipliers: torch.Tensor | None = None  # [num_features]: scale the projection's output
+    # Norms and gates the kernels' result; set if the kernels cannot, because the norm spans several ranks.
     norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Assigns the heads of recurrent layers to ranks, as features of weights. Uses names and sizes, but no weights.
+"""Assigns the heads of recurrent layers, and so the features of weights, to ranks. Uses names and sizes only.
 
 A key head stays together with its value heads, and with its part of everything between the two projections: decays,
 betas, gates, channels of the convolution. With fewer heads than ranks, heads are replicated. The ranks add up their
@@ -188,8 +188,6 @@ def state_heads(config: Any, size: int) -> StateHeads | None:
 
 
 def expand_for(num_features: int, hidden_size: int) -> float:
-    """Returns the smallest `expand` with which transformers' Mamba-2 computes `num_features` from hidden_size, although
-    it truncates the product.
-    """
+    """Returns the smallest `expand` whose product with hidden_size Mamba-2 truncates to `num_features`."""
     factor = num_features / hidden_size
     return factor if int(factor * hidden_size) == num_features else math.nextafter(factor, math.inf)

@@ -45,17 +45,17 @@ class Recurrent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateParts:
-    """The state that one layer keeps per sequence on this rank; `kernel_size`: the convolution's.
+    """The state that one layer keeps per sequence on this rank.
 
-    `convolved`: the parts of the convolution, in the order of its channels. For each head of its part, a plane in the
-    pool holds the last kernel_size - 1 inputs [kernel_size - 1, channels], oldest first. transformers keeps one more
-    input, which is never read. `recurrent` None: the layer is only a convolution.
+    Each part of the convolution has a plane in the pool. For each head of the part, the plane holds the last
+    kernel_size - 1 inputs [kernel_size - 1, channels], oldest first. transformers keeps one more input, which is never
+    read.
     """
 
     recurrence: Recurrence
-    kernel_size: int
-    convolved: tuple[ConvPart, ...]
-    recurrent: Recurrent | None = None
+    kernel_size: int  # the convolution's
+    convolved: tuple[ConvPart, ...]  # in the order of the convolution's channels
+    recurrent: Recurrent | None = None  # None: the layer is only a convolution
 
     @property
     def num_kept(self) -> int:
@@ -166,5 +166,5 @@ def state_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 
 
 def parts_of(module: torch.nn.Module) -> StateParts:
-    """Returns the state parts of a module from `state_modules`. Raises ModelError if the convolution's parts differ."""
+    """Returns the state parts of a module from `state_modules`. Raises ModelError if their channels do not add up."""
     return MODULES[type(module).__name__](module)

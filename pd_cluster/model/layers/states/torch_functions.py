@@ -21,7 +21,7 @@ CHOSEN = "implementation"  # a variable in the closures of transformers' wrapper
 
 
 def use_torch_functions(model: torch.nn.Module) -> None:
-    """Replaces functions that the model's recurrent modules call, in the Python modules that define these classes."""
+    """Replaces functions that the model's recurrent modules call, in the Python files that define their classes."""
     for name in {type(module).__module__ for module in state_modules(model).values()}:
         space = vars(sys.modules[name])
         for key, value in list(space.items()):

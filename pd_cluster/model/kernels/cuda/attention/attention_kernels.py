@@ -101,7 +101,7 @@ def _attend_tile(
     q_rope,  # [M, R], with ROPE_DIM
     positions,  # [M] int32: the queries' positions
     ends,  # [M] int32: the last visible key of each query
-    block,  # from `blocks_at`
+    block,  # from `_blocks_at`
     start,  # first key, a multiple of BLOCK_N
     seen_from,  # the first key that is visible to any query
     hi,  # the end of the keys
@@ -235,7 +235,7 @@ def sweep(
 ):
     """Processes the keys in three loops: the window's lower edge, the unmasked middle, the upper edge.
 
-    Blocks are looked up one tile ahead. Otherwise loads of keys would wait for them, with fewer tiles in flight.
+    Blocks are looked up one tile ahead. Otherwise loads of keys would wait for lookups, with fewer tiles in flight.
     """
     acc = tl.zeros([M, D], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)

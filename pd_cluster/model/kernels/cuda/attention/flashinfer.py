@@ -285,6 +285,6 @@ def workspace_nbytes(num_seqs: int, num_heads: int, num_kv_heads: int, head_dim:
     A plan with splits has at most as many tiles as can run concurrently, or two per decoding sequence.
     """
     side_by_side = PROGRAMS_PER_SM * num_sms // num_kv_heads
-    rows = 16 if num_heads // num_kv_heads <= 16 else 64  # of a decode tile
+    rows = 16 if num_heads // num_kv_heads <= 16 else 64  # rows of a decode tile
     num_rows = max(side_by_side * PREFILL_ROWS, max(side_by_side, 2 * num_seqs) * rows)
     return max(LEAST_WORKSPACE_NBYTES, num_heads * num_rows * (head_dim + 1) * 4 + 1024)

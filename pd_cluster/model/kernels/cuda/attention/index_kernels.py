@@ -17,7 +17,7 @@ import triton.language as tl
 from pd_cluster.model.kernels.cuda.dependent_launch import begin
 from pd_cluster.model.kernels.cuda.elementwise_kernels import rotated, turned
 
-NUM_VALUES = tl.constexpr(256)  # of eight bits
+NUM_VALUES = tl.constexpr(256)  # how many values eight bits can have
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def prepare_index(
     WIDTH: tl.constexpr,
     ROPE_WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
-    HALF: tl.constexpr,  # of the rotated features, padded
+    HALF: tl.constexpr,  # half of the rotated features, padded
     REST: tl.constexpr,  # the other features, padded
     PDL: tl.constexpr,
 ):
@@ -182,7 +182,7 @@ def _next_digit(scores, num_seen, found, wanted, SHIFT: tl.constexpr, BLOCK: tl.
     """Finds the next eight bits of the smallest number to choose. `found`: its bits before these; 0 if there are none.
 
     `wanted`: how many numbers to choose among those that begin with `found`. Returns `found` with the new bits
-    appended, and how many numbers to choose among those that begin with this.
+    appended, and how many numbers to choose among those that begin with this result.
     """
     values = tl.arange(0, NUM_VALUES)
     counts = tl.zeros([NUM_VALUES], tl.int32)
@@ -242,7 +242,7 @@ def keep_best(
     score_stride,
     best_stride,
     MOST: tl.constexpr,
-    PART: tl.constexpr,  # more than MOST
+    PART: tl.constexpr,  # keys in a part; more than MOST
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):

@@ -40,16 +40,12 @@ Kept = TypeVar("Kept")
 
 
 class _Lists(NamedTuple):
-    """The parts of a batch's metadata that are the same in all layers, on the device. int32.
+    """The parts of a batch's metadata that all layers share, on the device, int32."""
 
-    `token_seqs` [num_tokens]: each token's sequence; `starts` [num_tokens + 1]: 0, 1, …; `table_starts`: `starts` times
-    `most`. Each layer that chooses keys writes `nums_listed` [num_tokens]; in a graph, at each replay.
-    """
-
-    token_seqs: torch.Tensor
-    starts: torch.Tensor
-    table_starts: torch.Tensor
-    nums_listed: torch.Tensor
+    token_seqs: torch.Tensor  # [num_tokens]: each token's sequence
+    starts: torch.Tensor  # [num_tokens + 1]: 0, 1, …
+    table_starts: torch.Tensor  # [num_tokens + 1]: `starts` times `most`
+    nums_listed: torch.Tensor  # [num_tokens]: written by each layer that chooses keys; in a graph, at each replay
 
 
 def problem(layout: KVLayout, num_index_heads: int) -> str:
@@ -165,7 +161,7 @@ def _score(
     rows: IndexRows,
     plane: torch.Tensor,
     scores: torch.Tensor,
-    places: tuple[torch.Tensor | int, ...],  # of the tokens, and the first of them
+    places: tuple[torch.Tensor | int, ...],  # where the tokens and their keys are; last, the first token
     pdl: bool,
 ) -> None:
     (_, num_heads, width), (num_tokens, longest) = rows.queries.shape, scores.shape

@@ -47,7 +47,7 @@ class BatchMetadata:
     # [plan.num_arrivals(num_kv_heads)]: counters of completed splits, 0 between launches. They belong to one plan,
     # whose launches run one after another; graphs keep them outside of the memory that they share.
     arrivals: torch.Tensor
-    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: its own position
+    key_limits: torch.Tensor | None = None  # [num_tokens]: where each row's visible keys end; None: at its own position
     has_slots: bool = False
 
 

@@ -26,7 +26,7 @@ MAX_ROUTED_ROWS = 16  # the most rows per program
 SUM_BLOCK = 1024  # columns per program
 
 
-# The first tile is used whose `block_m` the average expert's pairs fill at least by half; if there is none, the last.
+# The tile for a step is the first one of which an average expert's pairs fill at least half the rows, or the last one.
 TILINGS_16_BITS = (
     Tiling(128, 128, 64, 8, 3),
     Tiling(64, 128, 64, 4, 3),

@@ -56,18 +56,16 @@ def coded_tiling(num_rows: int, dtype: torch.dtype, is_deterministic: bool = Fal
 class WeightCodes:
     """A weight's codes in the kernels' layout; for experts all tensors have a leading dimension of experts.
 
-    `stored` [..., num_outputs, width] int32 words or bytes; `scales` [..., num_outputs, num_groups] float32. `zeros` is
-    None if all zero points equal `zero`. For ROUNDED, `zeros` are the shifts [..., num_outputs] int32 for activations
-    that are rounded with `inputs`, the scale and zero point in the file.
+    For ROUNDED, `zeros` are the shifts [..., num_outputs] int32 for activations that are rounded with `inputs`.
     """
 
-    stored: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
+    stored: torch.Tensor  # [..., num_outputs, width] int32 words or bytes
+    scales: torch.Tensor  # [..., num_outputs, num_groups] float32
+    zeros: torch.Tensor | None  # None: all zero points equal `zero`
     zero: float
     kind: int
     num_inputs: int
-    inputs: tuple[float, float] | None = None
+    inputs: tuple[float, float] | None = None  # the scale and zero point of activations in the file
 
     def block_k(self, tile: Tiling) -> int:
         """Returns the number of inputs per step; they share one scale, except for codes in words."""

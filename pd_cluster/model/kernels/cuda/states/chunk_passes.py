@@ -25,18 +25,14 @@ Table = npt.NDArray[np.int32]  # see inputs/state_rows.py
 
 
 class ChunkPass(NamedTuple):
-    """Runs of different sequences, on the device.
+    """Runs of different sequences, on the device."""
 
-    `rows`: the rows of all runs, one after the other. `kept`: the runs after which states are copied. `keeps`: the
-    blocks that receive these copies.
-    """
-
-    rows: slice | torch.Tensor
+    rows: slice | torch.Tensor  # the rows of all runs, one run after the other
     cu_seqlens: torch.Tensor  # [num_runs + 1] int64: the runs' ends among these rows
     host_cu_seqlens: torch.Tensor  # the same, on the host
     blocks: torch.Tensor  # [num_runs] int64
-    kept: torch.Tensor  # [num_kept] int64
-    keeps: torch.Tensor  # [num_kept] int64
+    kept: torch.Tensor  # [num_kept] int64: the runs after which states are copied
+    keeps: torch.Tensor  # [num_kept] int64: the blocks that receive these copies
 
     @classmethod
     def of(cls, runs: Sequence[Segment], device: Device) -> ChunkPass:

@@ -139,11 +139,11 @@ def encode(envelope: Envelope) -> bytes:
 def encode_body(body: Body) -> msgspec.Raw:
     """Encodes a body. The sender's thread calls it, so that an encoding error reaches the sender, not the mailbox."""
     if isinstance(body, Submit) and len(body.order.prompt_token_ids) >= LONG_NUM_TOKENS:
-        body = msgspec.structs.replace(body, order=cast(RequestSpec, _latest_order.encode(body.order)))
+        body = msgspec.structs.replace(body, order=cast(RequestSpec, _latest_spec.encode(body.order)))
     return msgspec.Raw(_encoder.encode(body))
 
 
-class _LatestOrder:
+class _LatestRequestSpec:
     """The encoding of the latest order with a long prompt: both legs of a request carry the same order."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class _LatestOrder:
             self._latest = None
 
 
-_latest_order = _LatestOrder()
+_latest_spec = _LatestRequestSpec()
 
 
 def encode_header(header: KVHeader) -> bytes:

@@ -347,7 +347,7 @@ def test_words_for_sharing_experts_are_answered_by_how_to_say_it_here() -> None:
     """Flags of SGLang and vLLM are refused with advice; those that ask for what is done here only warn."""
     for flag, words in (
         ("--enable-dp-attention", "--data-parallel-size N to each of N instances"),
-        ("--dp-size=8", "--data-parallel-size to each"),
+        ("--dp-size=8", "--data-parallel-size N to each"),
         ("--ep-size=16", "--enable-expert-parallel; --data-parallel-size times --tensor-parallel-size ranks"),
         ("--moe-a2a-backend=deepep", "leave it out; rows are gathered"),
         ("--data-parallel-size-local=2", "2: not supported .*--data-parallel-rank with --join"),

@@ -70,7 +70,7 @@ class OpenLane(msgspec.Struct, frozen=True, tag="open_lane"):
 
 
 class Handover(msgspec.Struct, frozen=True, tag="handover"):
-    """For the sender: makes the move over this lane. Returns times of shipments and confirmations, and the last blocks."""
+    """For the sender: makes the move over this lane. Returns times of shipments and confirmations, and last blocks."""
 
     lane: str
     move: Move

@@ -33,9 +33,14 @@ FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 9}
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (folder_transfer, weight_transfers):
-        monkeypatch.setattr(module, "SILENCE_S", 2.0)
     monkeypatch.setattr(weight_transfers, "BUSY_S", 0.02)
+
+
+@pytest.fixture
+def brief_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which somebody stays silent."""
+    for module in (folder_transfer, weight_transfers):
+        monkeypatch.setattr(module, "SILENCE_S", 1.0)
 
 
 class Member:
@@ -226,6 +231,7 @@ def test_a_source_may_notice_late_that_a_receiver_is_done(world: World, monkeypa
     assert world.named == [source.instance.key] * 2
 
 
+@pytest.mark.usefixtures("brief_silence")
 def test_a_source_is_free_once_its_receiver_gives_up(world: World) -> None:
     receiver, source = world.add("receiver", "source")
     version = version_at(world.folder("version"))
@@ -247,6 +253,7 @@ def test_the_reason_of_the_last_failure_is_reported(world: World) -> None:
         receiver.stage.fetch(version, accept)
 
 
+@pytest.mark.usefixtures("brief_silence")
 def test_no_answer_ends_the_search(world: World) -> None:
     (receiver,) = world.add("receiver")
     receiver.stage.closed("scheduler", "gone", was_scheduler=True)

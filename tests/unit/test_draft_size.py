@@ -68,6 +68,24 @@ def test_it_comes_near_the_best_constant_number(machine: str, num_seqs: int, cha
     assert found >= 0.85 * most, f"{found:.2f} of {most:.2f}"
 
 
+@pytest.mark.parametrize(("num_lucky", "drafts"), [(10, False), (32, True)])
+def test_likely_drafts_of_some_do_not_slow_down_the_others(num_lucky: int, drafts: bool) -> None:
+    """Steps of 32, 48 and 64 rows take 85, 118 and 146 ms. Ten lucky sequences would get more tokens per second, but
+    end early, and the others would take as many steps as without drafts, each of them longer.
+    """
+    size = DraftSize()
+    for num_rows, step_s in ((32, 0.085), (48, 0.118), (64, 0.146), (80, 0.19)):
+        for _ in range(NUM_TRIED):
+            size.costs.took(num_rows, step_s)
+    lucky = [Request(f"{at}", RequestSpec([1], Sampling())) for at in range(num_lucky)]
+    for request in lucky:
+        for _ in range(40):
+            size.verified(request, "suffix", 2, 2)
+    guesses = {each: Guess("suffix", [0] * 2, size.chance(each, "suffix")) for each in lucky}
+    assert bool(size.choose(32, guesses, 64)) == drafts
+    assert size.can_pay(32, dict.fromkeys(lucky, ("suffix",)), 2, 64) == drafts
+
+
 def test_a_machine_that_changes_is_measured_again() -> None:
     costs = StepCosts()
     for _ in range(50):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import log
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from pd_cluster.engine.draft.step_costs import NEVER, SIZES, StepCosts, index_of
 from pd_cluster.types import Request
 
-GAIN = 1.03  # drafts must promise at least this many times the tokens per second of a step without drafts
+GAIN = 1.03  # drafts must promise sequences at least this many times their tokens per second without drafts
 PRIOR = 1.0  # a drafter's usual chance weighs as much as this many verified drafts
 KEPT = 0.95  # the weight of a sequence's earlier results after each step that verifies drafts
 USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # the chance that a draft is right, by drafter
@@ -45,11 +46,11 @@ class _Hits:
 
 
 class DraftSize:
-    """Chooses the number of drafts that maximizes tokens per second.
+    """Chooses the number of drafts that maximizes the geometric mean of the sequences' tokens per second.
 
-    A step with r further rows verifies the r likeliest drafts, and on average gains as many tokens as the sum of their
-    chances. A sequence's j-th draft is right with the j-th power of its chance. Output does not depend on these
-    estimates.
+    The sum would let sequences with likely drafts end early while all others slow down: then steps get fewer rows, but
+    hardly shorter. A step with r further rows verifies the r drafts that raise the mean most. A sequence's j-th draft
+    is right with the j-th power of its chance. Output does not depend on these estimates.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class DraftSize:
         gains: list[float] = []
         for request, names in drafters.items():
             chance = max(self.chance(request, name) for name in names)
-            gains += accumulate([chance] * most_each, operator.mul)
+            gains += _log_gains([chance] * most_each)
         gains.sort(reverse=True)
         if self._best(num_rows, gains[:most]):
             return True
@@ -94,8 +95,7 @@ class DraftSize:
         """
         gains: list[tuple[float, Request]] = []
         for request, guess in guesses.items():
-            chances = [guess.chance] * len(guess.token_ids)
-            gains += [(gain, request) for gain in accumulate(chances, operator.mul)]
+            gains += [(gain, request) for gain in _log_gains([guess.chance] * len(guess.token_ids))]
         gains.sort(key=lambda each: each[0], reverse=True)
         num_verified = self._best(num_rows, [gain for gain, _ in gains[:most]])
         chosen: dict[Request, int] = {}
@@ -107,17 +107,17 @@ class DraftSize:
         return chosen
 
     def _best(self, num_rows: int, gains: list[float]) -> int:
-        """Returns how many further rows give the most tokens per second; `gains`, descending, has one entry per row."""
+        """Returns how many further rows are best; `gains`, descending, has the logarithmic gain of each row."""
         if not self.costs.knows(num_rows):
             return 0  # the time without drafts is measured first
         plain_s, step_s = self._plain_s(num_rows), self.costs.estimates()
-        best, best_rate = 0, GAIN * num_rows / plain_s
+        best, best_gain = 0, log(GAIN)
         totals = [0.0, *accumulate(gains)]
         for at in range(index_of(num_rows), len(SIZES)):
             num_more = min(SIZES[at] - num_rows, len(gains))
-            rate = (num_rows + totals[num_more]) / step_s[at] if num_more > 0 else 0.0
-            if rate > best_rate:
-                best, best_rate = num_more, rate
+            gain = totals[num_more] / num_rows - log(step_s[at] / plain_s)
+            if num_more > 0 and gain > best_gain:
+                best, best_gain = num_more, gain
             if num_more == len(gains):
                 break
         return best
@@ -140,13 +140,14 @@ class DraftSize:
         if not (is_known := draft_s != NEVER):
             draft_s, most = 0.0, min(1, most)
         chances = [self.chance(request, drafter) for request in requests]
-        best, best_rate, total, gains = 0, GAIN * num_rows / plain_s, 0.0, [1.0] * num_seqs
+        best, best_gain, total = 0, log(GAIN), 0.0
+        gains = [_log_gains([chance] * most) for chance in chances]
         for depth in range(1, most + 1):
-            gains = [gain * chance for gain, chance in zip(gains, chances, strict=True)]
-            total += sum(gains)
-            rate = (num_rows + total) / (self.costs.step_s(num_rows + num_seqs * depth) + depth * draft_s)
-            if rate > best_rate:
-                best, best_rate = depth, rate
+            total += sum(each[depth - 1] for each in gains)
+            step_s = self.costs.step_s(num_rows + num_seqs * depth) + depth * draft_s
+            gain = total / num_rows - log(step_s / plain_s)
+            if gain > best_gain:
+                best, best_gain = depth, gain
         if not best:
             if is_known:
                 costs.passed()
@@ -164,3 +165,12 @@ class DraftSize:
             hits.fade(kept)
             hits.num_hits += num_accepted
             hits.num_misses += num_accepted < num_drafts
+
+
+def _log_gains(chances: Sequence[float]) -> list[float]:
+    """Returns by how much each draft of a sequence raises the logarithm of its expected tokens in the step.
+
+    `chances`: of each draft, if all drafts before it are right.
+    """
+    expected = accumulate(accumulate(chances, operator.mul), initial=1.0)
+    return [log(more) - log(less) for less, more in pairwise(expected)]
